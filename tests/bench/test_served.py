@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -25,6 +26,7 @@ from forerun.bench.client import (
 from forerun.bench.load import BenchLoad, LoadResult, find_worse, measure, parse_objectives, summarise
 from forerun.bench.workloads import Task, draw_tasks, read_workload
 from forerun.cli import main
+from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError, DataError
 
 
@@ -589,3 +591,15 @@ class TestCommand:
             assert "a, b; say which with --model" in capsys.readouterr().err
             assert bench("--server", url, "--model", "a", "--num-prompts", 2) == 2
             assert "all 2 requests" in capsys.readouterr().err
+
+
+def test_a_server_that_wants_a_key_is_said_so() -> None:
+    server = Server("http://simulated")
+    server.http = httpx.AsyncClient(transport=httpx.MockTransport(lambda _: httpx.Response(401, text="no key")))
+
+    async def opened() -> None:
+        async with server:
+            pass
+
+    with pytest.raises(ServerError, match="answered 401: no key; name its key with --api-key or OPENAI_API_KEY"):
+        asyncio.run(opened())

@@ -22,7 +22,7 @@ from forerun.types import Source, Verdict
 from model.ggufs import needs_llama_cpp, tiny, write_tiny
 
 TEXTS = ["the cat sat on the mat and the cat sat on the mat", "the dog sat on the log and the dog sat on"]
-LONGER = "each token of longer answers"
+LONGER = "each token of longer completions"
 KINDS = ["no seed", "seeded", "top-k 8", "top-p 0.7", "min-p 0.1", "penalties", "logit bias", "grammar", LONGER]
 SMALL = CertifyPlan(prompts=2, prompt_tokens=40, max_tokens=24, detect=0.8, cells=6)
 GREEDY = replace(SMALL, temperatures=(0.0,))
@@ -91,7 +91,7 @@ def test_auto_drafts_where_it_is_certified(checkpoint: Path) -> None:
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
     assert all(check.figures["drafted"] > 0 for check in sampled)
     for what in ("no seed", LONGER):
-        assert any(check.name.endswith(f"{what}, drafted by early_exit") for check in sampled)
+        assert any(check.name.endswith(f"{what}, drafted by early_exit, which samples") for check in sampled)
     assert active.policy is policy
 
 
@@ -102,7 +102,7 @@ def test_another_drafts_where_there_is_nothing_to_copy(checkpoint: Path) -> None
     reference_of = reference.Reference.of(llm)
     run = checks.Run(llm=llm, reference=reference_of, prompts=[list(range(60, 80))], plan=SMALL)
     found = list(checks._distribution_checks(run))
-    assert all(check.passed and check.name.endswith("drafted by early_exit") for check in found), found
+    assert all(check.passed and check.name.endswith("drafted by early_exit, which samples") for check in found), found
     assert found and "block" in run.rules
 
 

@@ -233,16 +233,16 @@ def test_a_sound_server_passes() -> None:
     assert list(checks) == [
         "greedy equality, 1 client",
         "greedy equality, 16 clients",
-        "greedy equality, among sampled answers",
+        "greedy equality, among sampled completions",
         "prefix cache, cold and warm",
         "log-probabilities",
         "same seed, same text",
         "sampled distribution, n = 4, no seed, 16 clients",
         SEEDED,
-        "sampled distribution, each token of longer answers",
+        "sampled distribution, each token of longer completions",
         "structured outputs",
         "greedy equality with http://simulated",
-        "sampled answers beside http://simulated",
+        "sampled completions beside http://simulated",
         "speculation",
     ]
     assert "detect a total variation of 0.2" in checks[SEEDED].summary
@@ -251,7 +251,7 @@ def test_a_sound_server_passes() -> None:
 
 def test_a_rule_that_accepts_too_often_is_caught() -> None:
     checks = compared(Simulated(), TooLenient())
-    assert failed(checks) == {"sampled answers beside http://simulated"}
+    assert failed(checks) == {"sampled completions beside http://simulated"}
     checks = examined(TooLenient(), sampled_checks)
     assert failed(checks) == {name for name in checks if name.startswith("sampled distribution")}
     assert "came" in checks[SEEDED].summary and body_of(checks[SEEDED].shown_by[0])["max_tokens"] < 4
@@ -270,15 +270,15 @@ def test_another_greedy_token_is_caught_and_shrunk() -> None:
 def test_a_fault_of_neighbours_is_caught() -> None:
     """One request alone is answered rightly."""
     checks = examined(WrongInCompany(), greedy_checks)
-    assert failed(checks) == {"greedy equality, 16 clients", "greedy equality, among sampled answers"}
+    assert failed(checks) == {"greedy equality, 16 clients", "greedy equality, among sampled completions"}
     assert checks["greedy equality, 16 clients"].figures["copies"] == 2
 
 
 def test_a_fault_of_mixed_batches_is_caught() -> None:
     """A greedy answer among greedy ones is right."""
     checks = examined(WrongBesideSampled(), greedy_checks)
-    assert failed(checks) == {"greedy equality, among sampled answers"}
-    greedy, sampled = checks["greedy equality, among sampled answers"].shown_by
+    assert failed(checks) == {"greedy equality, among sampled completions"}
+    greedy, sampled = checks["greedy equality, among sampled completions"].shown_by
     assert body_of(greedy)["temperature"] == 0 and body_of(sampled)["temperature"] == 1
 
 

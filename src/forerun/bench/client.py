@@ -297,7 +297,9 @@ class Server(ApiClient):
                 f"no server answers at {self.url} ({str(error) or type(error).__name__}); is it up?"
             ) from error
         if response.status_code != 200:
-            raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {read_complaint(response.text)}")
+            key = "; name its key with --api-key or OPENAI_API_KEY" if response.status_code in (401, 403) else ""
+            complaint = read_complaint(response.text)
+            raise ServerError(f"{self.url}/v1/models answered {response.status_code}: {complaint}{key}")
         try:
             listed = [(str(model["id"]), model) for model in response.json()["data"]]
             return {name: (str(model.get("owned_by", "")), str(model.get("root") or name)) for name, model in listed}

@@ -133,7 +133,7 @@ def examined(run: Run) -> list[Check]:
         else:
             stages.append((f"sampled text for a seed, T = {temperature:g}", partial(_seed_check, run, temperature)))
     if any(run.plan.temperatures):
-        stages.append(("the exact distributions of sampled answers", partial(_distribution_checks, run)))
+        stages.append(("the exact distributions of sampled completions", partial(_distribution_checks, run)))
     stages.append(("the rules that verified drafts, enumerated", partial(_rule_checks, run)))
     *others, rules = run_stages(stages, run.progress, run.news)
     return [*rules, *itertools.chain(*others)]
@@ -145,7 +145,9 @@ def token_prompts(llm: LLM, prompts: Sequence[str], plan: CertifyPlan) -> list[T
         raise ArgumentError("certify needs the model's tokenizer to read its prompts")
     length = min(plan.prompt_tokens, llm.max_model_len - plan.max_tokens - 1)
     if length < 1:
-        raise ArgumentError(f"answers of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}")
+        raise ArgumentError(
+            f"completions of {plan.max_tokens} tokens leave no room for a prompt in {llm.max_model_len}"
+        )
     texts = (llm.tokenizer(text, verbose=False)["input_ids"] for text in prompts[: plan.prompts])
     tokens = [list(prompt[:length]) for prompt in texts if len(prompt)]
     if not tokens:
@@ -197,7 +199,9 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
         run.llm.engine.drafting.ensure(SpeculativeConfig.parse(config))
     except UnsupportedModelError:
         return None
-    setting = replace(test.setting, speculative=config, what=f"{test.setting.what}, drafted by early_exit")
+    setting = replace(
+        test.setting, speculative=config, what=f"{test.setting.what}, drafted by early_exit, which samples"
+    )
     return replace(test, name=setting.name, setting=setting)
 
 
@@ -292,7 +296,8 @@ def _equality(
     bugs = [parted for parted in parted_answers if not parted.tie]
     summary = "nothing was drafted, so nothing was tested; choose other prompts or another drafter"
     if total.num_spec_steps:
-        summary = f"{len(answers) - len(parted_answers)} of {len(answers)} answers are {whose} own, {tokens} tokens, "
+        equal = len(answers) - len(parted_answers)
+        summary = f"{equal} of {len(answers)} completions are {whose} own, {tokens} tokens, "
         summary += f"{total.tokens_per_pass:.2f} tokens per pass"
         for parted in parted_answers:
             summary += (
@@ -328,7 +333,7 @@ def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
     plain = [output.outputs[0] for output in outputs]
     same = sum(mine.token_ids == drafted.token_ids for mine, drafted in zip(plain, speculative, strict=True))
     fine = same == number or epsilon_of(run.llm) > 0
-    share = f"{same} of {number} sampled answers equal plain decoding's for the same seed"
+    share = f"{same} of {number} sampled completions equal plain decoding's for the same seed"
     yield Check(
         name=f"same seed, same text, T = {temperature:g}",
         passed=fine,
@@ -384,7 +389,7 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     setting has a temperature and nothing else.
     """
     plan = run.plan
-    longer = replace(setting, what="each token of longer answers")
+    longer = replace(setting, what="each token of longer completions")
     least = plan.least / (20 if plan.ways is None else 5)
     cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test draws few completions
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
@@ -404,8 +409,8 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
             about: dict[str, Any] = {"setting": setting, "prompts": [prompt], "tokens": plan.sample_tokens}
             return Test.over(cells, plan, tests, name=setting.name, **about, passed_over=turn)
     raise ArgumentError(
-        f"{setting.name}: there is nothing to compare, for the answers to each of the {len(run.prompts)} prompts are "
-        f"certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
+        f"{setting.name}: there is nothing to compare, for the completions to each of the {len(run.prompts)} prompts "
+        f"are certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
         "another --temperature"
     )
 
@@ -426,7 +431,7 @@ class Pace:
         rest = f", about {math.ceil(spent / self.drawn * (self.total - self.drawn))} s left" if self.drawn else ""
         self.tell(what + rest)
         if rest and self.news is not None:
-            self.news(f"  sampled answers at the pace of the first{rest}")
+            self.news(f"  sampled completions at the pace of the first{rest}")
             self.news = None
 
 
@@ -459,7 +464,7 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
     uniform = torch.Generator().manual_seed(seed)
     for index, (prompt, answer) in enumerate(test.drawn(run, test.answers, seed)):
         if index % _TOGETHER == 0:
-            pace.told(f"{test.setting.name}: {index} of {test.answers} answers")
+            pace.told(f"{test.setting.name}: {index} of {test.answers} completions")
         stats.add(answer.speculation)
         if test.each == "answers":
             outcomes.append(tuple(answer.token_ids))

@@ -160,7 +160,7 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
         except (AssertionError, ForerunError) as error:
             passed, summary = False, str(error)
         checks.append(Check(name=name, passed=passed, summary=summary))
-    progress("the text and the distribution of answers")
+    progress("the text and the distribution of completions")
     return [*checks, *_answers(config)]
 
 
@@ -186,12 +186,12 @@ def _ends(config: Config) -> tuple[bool, str]:
     for place in range(1, 8):
         cut = tokens_of(answer(engine, PROMPTS, replace(GREEDY, max_tokens=place)))
         if cut != [tokens[:place] for tokens in whole]:
-            return False, f"with max_tokens={place} an answer is not the first {place} tokens of plain decoding's"
+            return False, f"with max_tokens={place} a completion is not the first {place} tokens of plain decoding's"
         stops = [replace(GREEDY, stop_token_ids=[tokens[place]]) for tokens in whole]
         cut = tokens_of(engine.generate(as_prompts(PROMPTS), stops))
         if cut != [tokens[: tokens.index(tokens[place]) + 1] for tokens in whole]:
-            return False, f"an answer does not end at the first of its stop tokens (the one at place {place})"
-    return True, "answers end where plain decoding ends them, at max_tokens and at stop tokens"
+            return False, f"a completion does not end at the first of its stop tokens (the one at place {place})"
+    return True, "completions end where plain decoding ends them, at max_tokens and at stop tokens"
 
 
 def _company(config: Config) -> tuple[bool, str]:
@@ -202,8 +202,8 @@ def _company(config: Config) -> tuple[bool, str]:
             [alone] = tokens_of(tiny_engine(config).generate(as_prompts([prompt]), replace(params, seed=index)))
             if alone != together[index]:
                 kind = "greedy" if params.greedy else "seeded"
-                return False, f"the {kind} answer to prompt {index} is another one beside other prompts than alone"
-    return True, f"{len(PROMPTS)} prompts have the same greedy and the same seeded answers alone and together"
+                return False, f"the {kind} completion to prompt {index} is another one beside other prompts than alone"
+    return True, f"{len(PROMPTS)} prompts have the same greedy and the same seeded completions alone and together"
 
 
 def _repeats(config: Config) -> tuple[bool, str]:
@@ -243,7 +243,7 @@ def _domains(config: Config) -> tuple[bool, str]:
 
 CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
     "drafts are sound": _sound,
-    "answers end as plain ones": _ends,
+    "completions end as plain ones": _ends,
     "rows do not disturb each other": _company,
     "seeds repeat": _repeats,
     "prompts in pieces": _pieces,

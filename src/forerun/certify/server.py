@@ -110,7 +110,7 @@ def greedy_checks(exam: ServerExam) -> Iterator[Check]:
     sets = [
         ("greedy equality, 1 client", requests, 1),
         (f"greedy equality, {TOGETHER} clients", many, TOGETHER),
-        ("greedy equality, among sampled answers", mixed, TOGETHER),
+        ("greedy equality, among sampled completions", mixed, TOGETHER),
         ("prefix cache, cold and warm", cached, 1),
     ]
     if not exam.served.exact:
@@ -164,7 +164,7 @@ def _greedy_check(
     bugs = sum(not difference.tie for difference in differences)
     tokens = sum(len(answer.tokens) for answer in completions)
     right = tokens - len(differences)
-    summary = f"{right} of {tokens} tokens of {len(completions)} answers are the server's own next tokens"
+    summary = f"{right} of {tokens} tokens of {len(completions)} completions are the server's own next tokens"
     if differences:
         worst = max(differences, key=lambda difference: difference.gap)
         summary += f"; {len(differences) - bugs} numeric ties and {bugs} others, the worst by {worst.gap:.3g} nats"
@@ -188,7 +188,7 @@ def _greedy_check(
     neighbour = next((each for each in asked if each.temperature > 0), None)
     if neighbour is not None:
         shown = (*exam.served.commands(request), *exam.served.commands(neighbour))
-        summary += f"; token {wrong.position} of an answer is wrong while others are sampled: send both at a time"
+        summary += f"; token {wrong.position} of a completion is wrong while others are sampled: send both at a time"
         return Check(name=name, passed=False, summary=summary, figures=figures, shown_by=shown)
     whole = replace(request, copies=at_a_time)
     failed = Check(name=name, passed=False, summary=summary, figures=figures)
@@ -219,8 +219,8 @@ def _greedy_fault(exam: ServerExam, request: ServedRequest) -> str | None:
         wrong = next((difference for difference in parted if not difference.tie), None)
         if wrong is not None:
             return (
-                f"token {wrong.position} of its answer is {wrong.speculative}; asked for that token alone the server "
-                f"says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
+                f"token {wrong.position} of its completion is {wrong.speculative}; asked for that token alone the "
+                f"server says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
             )
     return None
 
@@ -233,7 +233,7 @@ def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest]
         first = exam.served.ask([replace(request, before=None) for request in requests])
         again = exam.served.ask(requests, at_a_time)
         same = sum(one[0].text == other[0].text for one, other in zip(first, again, strict=True))
-        summary = f"{same} of {len(requests)} answers are the same when asked again; more cannot be said: {lacks}"
+        summary = f"{same} of {len(requests)} completions are the same when asked again; more cannot be said: {lacks}"
         if same < len(requests):
             summary += "; whether the others are numeric ties cannot be told"
         yield Check(name=name, passed=same == len(requests), summary=summary, figures={"equal": same})
@@ -269,7 +269,7 @@ def _stated_pairs(
     for position, (token, logprob) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         expected = exam.served.stated(request.prompt, answer.tokens[:position]).get(token)
         if logprob is not None and expected is not None:
-            words = f"token {position} of its answer is stated with {logprob:.4g} and alone with {expected:.4g}"
+            words = f"token {position} of its completion is stated with {logprob:.4g} and alone with {expected:.4g}"
             yield replace(request, max_tokens=position + 1), abs(logprob - expected), words
 
 
@@ -291,9 +291,9 @@ def structured_check(exam: ServerExam) -> Check:
     faults = [(body, fault) for body, fault in read if fault]
     cut = sum(_content(answer) is None for answer in answers)
     if cut == len(answers):
-        return left_out(name, f"none of {cut} answers ended within {bodies[0]['max_tokens']} tokens")
+        return left_out(name, f"none of {cut} completions ended within {bodies[0]['max_tokens']} tokens")
     valid = len(answers) - cut - len(faults)
-    summary = f"{valid} of {len(answers)} answers are JSON of the schema that was asked for"
+    summary = f"{valid} of {len(answers)} completions are JSON of the schema that was asked for"
     summary += f"; {cut} were cut off before they ended" if cut else ""
     figures = {"answers": len(answers), "valid": valid, "cut": cut}
     if not faults:
@@ -346,13 +346,13 @@ def _misfit(answer: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
     try:
         value = json.loads(text)
     except ValueError as error:
-        return f"an answer is no JSON ({error}): {text[:200]!r}"
+        return f"a completion is no JSON ({error}): {text[:200]!r}"
     if not isinstance(value, dict) or value.keys() != properties.keys():
-        return f"an answer has not the properties of the schema: {text[:200]!r}"
+        return f"a completion has not the properties of the schema: {text[:200]!r}"
     for name, allowed in properties.items():
         choices = allowed.get("enum", [True, False])
         if not any(value[name] is choice or value[name] == choice for choice in choices):
-            return f"an answer has another {name} than the schema allows: {text[:200]!r}"
+            return f"a completion has another {name} than the schema allows: {text[:200]!r}"
     return ""
 
 
@@ -391,7 +391,7 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
     return Check(
         name=name,
         passed=not bugs,
-        summary="; ".join([f"{same} of {len(requests)} answers are the same", *words]),
+        summary="; ".join([f"{same} of {len(requests)} completions are the same", *words]),
         figures={
             "equal": same,
             "bugs": len(bugs),

@@ -84,7 +84,7 @@ def _places(
 def sampled_checks(exam: ServerExam) -> Iterator[Check]:
     """Check seeds, and three ways of sampling: one client with seeds, many without, and longer completions."""
     yield _seed_check(exam)
-    names = ("no seed", "seeded", "each token of longer answers")
+    names = ("no seed", "seeded", "each token of longer completions")
     if not exam.served.exact:
         for name in names:
             yield left_out(f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
@@ -101,13 +101,13 @@ def sampled_checks(exam: ServerExam) -> Iterator[Check]:
     tests = [
         answers(name=f"n = {many}, no seed, {TOGETHER} clients", at_a_time=TOGETHER, seeded=False),
         answers(name=f"n = {many}, seeded, 1 client", at_a_time=1, seeded=True),
-        places(name="each token of longer answers", requests=longer, at_a_time=TOGETHER, seeded=False),
+        places(name="each token of longer completions", requests=longer, at_a_time=TOGETHER, seeded=False),
     ]
     for test in tests:
         exam.progress(f"sampled distribution, {test.name}")
         yield _chi_square_check(exam, test)
     if "n" in exam.served.missing:
-        yield left_out("several answers to one request", exam.served.missing["n"])
+        yield left_out("several completions to one request", exam.served.missing["n"])
 
 
 def _uncertain(exam: ServerExam) -> Prompt:
@@ -119,8 +119,8 @@ def _uncertain(exam: ServerExam) -> Prompt:
     best = max(prompts, key=lambda prompt: (sum(len(cell) > 1 for cell in cells[prompt]), len(cells[prompt])))
     if len(cells[best]) < 2:
         raise ArgumentError(
-            f"there is nothing to sample: the answers to each of the {len(prompts)} prompts are certain, or none has "
-            f"a probability of {exam.plan.least:g}; give more prompts (--prompts, --prompt-file)"
+            f"there is nothing to sample: the completions to each of the {len(prompts)} prompts are certain, or none "
+            f"has a probability of {exam.plan.least:g}; give more prompts (--prompts, --prompt-file)"
         )
     return best
 
@@ -148,7 +148,7 @@ def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
 def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
     total = counts.total()
     worst = max(cells, key=lambda cell: (counts[cell] - total * cells[cell]) ** 2 / max(total * cells[cell], 1e-9))
-    words = "any other answer" if worst == REST else f"answers with tokens {list(worst)}"
+    words = "any other completion" if worst == REST else f"completions with tokens {list(worst)}"
     return f"{words} came {counts[worst]} times in {total}, where {total * cells[worst]:.1f} are expected"
 
 
@@ -181,7 +181,7 @@ def _seed_check(exam: ServerExam) -> Check:
     allowed = PARTED if exam.epsilon else 0.0
     passed = len(parted) <= allowed * compared
     summary = (
-        f"{len(asked) - len(parted)} of {len(asked)} sampled answers are the same when asked again with their seed"
+        f"{len(asked) - len(parted)} of {len(asked)} sampled completions are the same when asked again with their seed"
     )
     if parted:
         summary += (
@@ -207,7 +207,7 @@ def _seed_fault(exam: ServerExam, request: ServedRequest) -> str | None:
 
 def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
     """Compare sampled completions of both servers by a chi-square test of two samples."""
-    name = f"sampled answers beside {other.url}"
+    name = f"sampled completions beside {other.url}"
     plan = exam.plan
     exam.progress(name)
     level = level_of(plan, exam.tests)
@@ -232,7 +232,7 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
 
     fits, words, figures = judged(draw, level, " of two samples")
     summary = (
-        f"T = 1: {words}; {number} answers of each detect a total variation "
+        f"T = 1: {words}; {number} completions of each detect a total variation "
         f"of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
     )
     return Check(name=name, passed=fits, summary=summary, figures={**figures, "samples": number})

@@ -86,8 +86,8 @@ def demo(
     offline
         Take the demo model, of 14 M parameters, and ask for an edit of code; the same as `forerun demo demo`.
     scale
-        Enlarge the demo model to about this many billion parameters first, and its heads with it. Its answers stay
-        the same, its cost becomes real.
+        Enlarge the demo model to about this many billion parameters first, and its heads with it. Its completions
+        stay the same, its cost becomes real.
     prompt_name
         Ask one question only: "chat", "edit" or "summary". Of the demo model: which held-out file to continue
         ("chunk.py"), or which edit to request ("constant-2").
@@ -99,11 +99,11 @@ def demo(
     seed
         Of both arms above temperature 0.
     max_tokens
-        Most tokens of an answer, 96; of the demo model 128 for a file, 64 of them enlarged, and 512 for an edit.
+        Most tokens of a completion, 96; of the demo model 128 for a file, 64 of them enlarged, and 512 for an edit.
     repeats
         Timed runs of each arm with the demo model; real prompts run once.
     everything
-        Let every drafter answer the same questions, at T = 0 and 1, and print one table.
+        Let every drafter draft for the same prompts, at T = 0 and 1, and print one table.
     heads
         With --all: a folder of trained heads, each as `forerun train` leaves it.
     """
