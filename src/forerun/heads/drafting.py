@@ -40,7 +40,7 @@ from forerun.types import Boundary, Budget, DraftKind
 
 log = logging.getLogger(__name__)
 
-RUNNERS: dict[Way, type[HeadRunner]] = {
+RUNNERS: dict[Way, type[HeadRunner[Any]]] = {
     "sequential": SequentialRunner,
     "recurrent": RecurrentRunner,
     "parallel": ParallelRunner,

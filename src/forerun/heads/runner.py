@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ PREFILL_CHUNK = 512  # Most entries of a row in one pass over a prompt
 _COMMITTED = 64  # Most entries that a recorded pass takes: what a step commits, no prompts
 Tree = TypeVar("Tree")
 Passed = TypeVar("Passed")
+Frontier = TypeVar("Frontier")  # The last level of the trees that are being drafted
+Level = tuple[Tensor, Frontier]  # Its logits (B, F, V'), and itself
+_AtDepth = tuple[Tensor, int]  # A frontier of one tensor, and its depth
 HiddenStates = Mapping[Boundary, Tensor]
 
 
@@ -57,7 +60,7 @@ class Committed:
     last: Tensor  # (B,) int64, where their last tokens stand
 
 
-class HeadRunner(ABC):
+class HeadRunner(ABC, Generic[Frontier]):
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees
     behind them of which it runs at most `run` nodes.
     """
@@ -65,7 +68,7 @@ class HeadRunner(ABC):
     head: Head
     acceptance: Tensor | None = None
     """(B, F) acceptance estimate of a token drawn from the latest level, if the head gives one."""
-    _frontier: Any = None  # Last level of the trees that are being drafted
+    _frontier: Frontier | None = None  # None outside `unroll`
 
     def __init__(self, head: Head, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         self.head, self.target = head, target
@@ -117,7 +120,8 @@ class HeadRunner(ABC):
         size = self._make_room(rows, run, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
-            return grow(self._begin(rows, index, lengths, size, recorded), *numbers)
+            logits, self._frontier = self._begin(rows, index, lengths, size, recorded)
+            return grow(logits, *numbers)
 
         host = torch.tensor(rows), torch.tensor([self.lengths[row] for row in rows])
         whole = (key, len(rows), size) if recorded else None
@@ -127,24 +131,28 @@ class HeadRunner(ABC):
 
     @abstractmethod
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
-        """Make room for the nodes of `unroll`, and return the size that its work depends on besides
-        the number of rows.
-        """
+        """Make room for the nodes of `unroll`, and return the size that its work depends on besides the rows."""
 
-    @abstractmethod
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        """Return logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries
-        `lengths` (B,).
-        """
-
-    @abstractmethod
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
         """Return logits (B, F, V') of the next depth, after `tokens` (B, F), children of the nodes
         `parents` (B, F) of the depth before; (B, 1, V') where they are alike. Only inside `unroll`.
         """
+        assert self._frontier is not None, "only inside unroll"
+        logits, self._frontier = self._descend(self._frontier, tokens, parents)
+        return logits
+
+    @abstractmethod
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[Frontier]:
+        """Return logits (B, 1, V') at the roots of `rows`, whose ids are `index` (B,) and entries `lengths` (B,), and
+        the frontier there.
+        """
+
+    @abstractmethod
+    def _descend(self, last: Frontier, tokens: Tensor, parents: Tensor) -> Level[Frontier]:
+        """Return the logits of `descend`, and the frontier there, below the frontier `last`."""
 
 
-class LastStateRunner(HeadRunner):
+class LastStateRunner(HeadRunner[Frontier]):
     """Runs a head that reads one state of a row, that of the token before the root; nothing else is kept of a row."""
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
@@ -157,27 +165,25 @@ class LastStateRunner(HeadRunner):
             self.lengths[row] += count
 
 
-class ParallelRunner(LastStateRunner):
-    """Runs a head that computes all depths of a row from one state."""
+class ParallelRunner(LastStateRunner[_AtDepth]):
+    """Runs a head that computes all depths of a row from one state; a frontier is the logits (B, depths, V') of all
+    levels, and the last level's depth.
+    """
 
     head: ParallelHead
-    _frontier: tuple[Tensor, int] | None  # (B, depths, V') of all levels, and the last level's depth
 
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         depths = self.head.config.max_depth if levels is None else levels
         assert depths is not None, "a parallel head has so many output heads"
         return depths
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
-        every = self.head.logits(self.head.states(self._features[index], size))
-        self._frontier = every, 0
-        return every[:, :1]
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_AtDepth]:
+        logits = self.head.logits(self.head.states(self._features[index], size))
+        return logits[:, :1], (logits, 0)
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        assert self._frontier is not None, "only inside unroll"
-        every, depth = self._frontier
-        self._frontier = every, depth + 1
-        return every[:, depth + 1 : depth + 2]
+    def _descend(self, last: tuple[Tensor, int], tokens: Tensor, parents: Tensor) -> Level[_AtDepth]:
+        logits, depth = last
+        return logits[:, depth + 1 : depth + 2], (logits, depth + 1)
 
 
 class CachedAttention:
@@ -225,11 +231,10 @@ def _with_sinks(
     )
 
 
-class SharingRunner(LastStateRunner):
+class SharingRunner(LastStateRunner["_Shared"]):
     """Runs a head depth by depth over the target's keys and values of the committed tokens."""
 
     head: SharingHead
-    _frontier: _Shared | None
 
     def __init__(self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -244,7 +249,7 @@ class SharingRunner(LastStateRunner):
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         return max(self.lengths[row] for row in rows)
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_Shared]:
         cache = self.target.cache
         cache.begin(rows, index.new_zeros(len(rows), 0), size, index=index)
         kept, masks = dict[str, tuple[Tensor, Tensor]](), dict[str, Tensor]()
@@ -259,18 +264,15 @@ class SharingRunner(LastStateRunner):
         shared = _Shared(kept=kept, masks=masks, positions=lengths.unsqueeze(1), memory=memory)
         return self._step(shared, self._roots[index].unsqueeze(1))
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
+    def _descend(self, last: _Shared, tokens: Tensor, parents: Tensor) -> Level[_Shared]:
         memory = last.memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.memory.shape[-1]))
         return self._step(replace(last, memory=memory), tokens)
 
-    def _step(self, shared: _Shared, tokens: Tensor) -> Tensor:
+    def _step(self, shared: _Shared, tokens: Tensor) -> Level[_Shared]:
         embeds, width = self.target.embed(tokens).to(self.device, self._dtype), tokens.shape[1]
         masks = {kind: mask.expand(-1, -1, width, -1) for kind, mask in shared.masks.items()}
         stepped = self.head.step(embeds, shared.memory, shared.positions.expand(-1, width), shared.kept, masks)
-        self._frontier = replace(shared, memory=stepped.memory)
-        return self.head.logits(stepped.output)
+        return self.head.logits(stepped.output), replace(shared, memory=stepped.memory)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -283,10 +285,20 @@ class _Shared:
     memory: Tensor  # (B, F, H) of the last level's nodes
 
 
-class AttendingRunner(HeadRunner):
-    """Runs a head over a row-and-slot cache of its own: entry i of a row is in slot i, drafted
-    nodes behind them.
-    """
+class _Appended(NamedTuple):
+    """The numbers of the appended tokens that go to the device: B rows of N entries, padded to the longest."""
+
+    rows: Tensor  # (B,) int64
+    lengths: Tensor  # (B,) entries before
+    counts: Tensor  # (B,) new entries
+    real: Tensor  # (B, N) bool: no padding
+    depths: Tensor  # (B, N) int64, behind the entries before
+    sees: Tensor  # (B, N, N) bool
+    ids: Tensor  # (B, N) int64
+
+
+class AttendingRunner(HeadRunner[Frontier]):
+    """Runs a head over a row-and-slot cache of its own: entry i of a row is in slot i, drafted nodes behind them."""
 
     head: AttendingHead
 
@@ -320,30 +332,32 @@ class AttendingRunner(HeadRunner):
         longest = max(map(len, pieces))
         recorded = self.recordings.active and longest <= _COMMITTED
         exact = self.device.type == "cpu" and not recorded  # elsewhere few sizes are better
-        more = bucket(len(rows)) - len(rows) if recorded else 0  # as in `unroll`
-        every, pieces = [*rows, *[rows[-1]] * more], [*pieces, *[pieces[-1]] * more]
-        nodes = Nodes.of_prompt(pieces, least=longest if exact else round_tokens(longest, len(every)))
-        held = torch.tensor([self.lengths[row] for row in every])
-        host = torch.tensor(every), held, nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
-        most = int(held.max()) + nodes.fresh
-        most = most if exact else wide(most, self._cache.slots)
+        repeats = bucket(len(rows)) - len(rows) if recorded else 0  # of the last row, as in `unroll`
+        recorded_rows, pieces = [*rows, *[rows[-1]] * repeats], [*pieces, *[pieces[-1]] * repeats]
+        nodes = Nodes.of_prompt(pieces, least=longest if exact else round_tokens(longest, len(recorded_rows)))
+        lengths = torch.tensor([self.lengths[row] for row in recorded_rows])
+        numbers = nodes.real.sum(1), nodes.real, nodes.depths, nodes.sees, nodes.ids
+        host = _Appended(torch.tensor(recorded_rows), lengths, *numbers)
+        end = int(lengths.max()) + nodes.fresh
+        width = end if exact else wide(end, self._cache.slots)
         self._cache.touch(rows, [self.lengths[row] + nodes.fresh for row in rows])
         padded = list[Tensor]()
         for state in states:
-            there = state[:, : nodes.fresh].to(self.device, self._dtype)
-            missing = nodes.fresh - there.shape[1]
-            padded.append(extend_rows(pad(there, (0, 0, 0, missing)) if missing else there, more))
+            fresh = state[:, : nodes.fresh].to(self.device, self._dtype)
+            missing = nodes.fresh - fresh.shape[1]
+            padded.append(extend_rows(pad(fresh, (0, 0, 0, missing)) if missing else fresh, repeats))
 
-        def work(*given: Tensor) -> None:
-            index, lengths, counts, real, depths, sees, ids, *features = given
-            positions = lengths.unsqueeze(1) + depths
-            places = torch.where(real, positions, self._cache.dump)
-            self._cache.begin(every, places, most, index=index, anywhere=recorded)
-            sees = sees & real.unsqueeze(2)
-            block = Block(lengths=lengths, sees=sees, query_positions=positions, node_positions=positions)
-            self._read(Committed(index=index, ids=ids, last=counts - 1), self.head.fuse(features), block, most)
+        def work(*sent: Tensor) -> None:
+            new, features = _Appended(*sent[: len(host)]), sent[len(host) :]
+            positions = new.lengths.unsqueeze(1) + new.depths
+            places = torch.where(new.real, positions, self._cache.dump)
+            self._cache.begin(recorded_rows, places, width, index=new.rows, anywhere=recorded)
+            sees = new.sees & new.real.unsqueeze(2)
+            block = Block(lengths=new.lengths, sees=sees, query_positions=positions, node_positions=positions)
+            committed = Committed(index=new.rows, ids=new.ids, last=new.counts - 1)
+            self._read(committed, self.head.fuse(features), block, width)
 
-        key = ("committed", len(every), nodes.fresh, most) if recorded else None
+        key = ("committed", len(recorded_rows), nodes.fresh, width) if recorded else None
         self.recordings.run_sent(key, work, host, self.device, *padded)
         for row, piece in zip(rows, pieces, strict=False):
             self.lengths[row] += len(piece)
@@ -405,13 +419,10 @@ class AttendingRunner(HeadRunner):
         return self.target.lm_head(output.to(self.target.dtype)) if own is None else own
 
 
-class SequentialRunner(AttendingRunner):
-    """Runs a head depth by depth: drafted nodes read the head's own features, until the target's
-    take their place.
-    """
+class SequentialRunner(AttendingRunner["_Frontier"]):
+    """Runs a head depth by depth: drafted nodes read the head's own features, until the target's take their place."""
 
     head: SequentialHead
-    _frontier: _Frontier | None
 
     def __init__(self, head: SequentialHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -423,10 +434,12 @@ class SequentialRunner(AttendingRunner):
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self._chain.nbytes
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+    def _begin(
+        self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool
+    ) -> Level[_Frontier]:
         none = index.new_zeros(len(rows), 0)
         self._cache.begin(rows, none, size, index=index, anywhere=recorded)
-        self._frontier = _Frontier(
+        frontier = _Frontier(
             lengths=lengths,
             sees=none.bool().unsqueeze(1),
             positions=none,
@@ -434,11 +447,9 @@ class SequentialRunner(AttendingRunner):
             depth=0,
             width=size,
         )
-        return self.logits(self._outputs[index].unsqueeze(1))
+        return self.logits(self._outputs[index].unsqueeze(1)), frontier
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
+    def _descend(self, last: _Frontier, tokens: Tensor, parents: Tensor) -> Level[_Frontier]:
         batch, width = tokens.shape
         run = last.sees.shape[2]
         inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, run))
@@ -456,8 +467,8 @@ class SequentialRunner(AttendingRunner):
             return self.head.advance(embeds, features, angles, attend, depth)
 
         advanced = self._advance(tokens, block, last.width, step)
-        self._frontier = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
-        return self.logits(advanced.output, depth)
+        below = replace(last, sees=sees, positions=reached, features=advanced.feature, depth=depth)
+        return self.logits(advanced.output, depth), below
 
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         index, before = new.index, fused[:, :1]  # which nobody reads but who has a chain
@@ -478,13 +489,12 @@ class SequentialRunner(AttendingRunner):
         self._outputs[index] = advanced.output[each, new.last]
 
 
-class RecurrentRunner(AttendingRunner):
-    """Runs a head depth by depth from the state of the token before the root; the cache holds only
-    what was committed.
+class RecurrentRunner(AttendingRunner[_AtDepth]):
+    """Runs a head depth by depth from the state of the token before the root; the cache holds only what was committed.
+    A frontier is the memory (B, F, M) of the last level's nodes, and its depth.
     """
 
     head: RecurrentHead
-    _frontier: tuple[Tensor, int] | None  # (B, F, M) memory of the last level's nodes, and its depth
 
     def __init__(self, head: RecurrentHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -503,28 +513,25 @@ class RecurrentRunner(AttendingRunner):
     def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
         return 0  # nothing that is drafted is kept
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_AtDepth]:
         return self._step(0, self._roots[index].unsqueeze(1), self._features[index].unsqueeze(1))
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        assert self._frontier is not None, "only inside unroll"
-        memory, depth = self._frontier
+    def _descend(self, last: tuple[Tensor, int], tokens: Tensor, parents: Tensor) -> Level[_AtDepth]:
+        memory, depth = last
         memory = memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, memory.shape[-1]))
         return self._step(depth + 1, tokens, memory)
 
-    def _step(self, depth: int, tokens: Tensor, memory: Tensor) -> Tensor:
+    def _step(self, depth: int, tokens: Tensor, memory: Tensor) -> Level[_AtDepth]:
         stepped = self.head.step(depth, self.embed(tokens, depth), memory)
-        self._frontier = stepped.memory, depth
-        return self.logits(stepped.output, depth)
+        return self.logits(stepped.output, depth), (stepped.memory, depth)
 
 
-class BlockRunner(AttendingRunner):
+class BlockRunner(AttendingRunner["_Depths"]):
     """Runs a head that computes all depths in one pass over a block after the committed entries,
     which are keys and values of features or of all that the layers read.
     """
 
     head: BlockHead
-    _frontier: _Depths | None
 
     def __init__(self, head: BlockHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -551,7 +558,7 @@ class BlockRunner(AttendingRunner):
         self._write_context(self.head, fused, block)
         self._roots[new.index] = new.ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_Depths]:
         places, first = self._places, self.head.first
         roots = self._roots[index].unsqueeze(1)
         before = [] if self.head.places is None else [roots]
@@ -573,23 +580,20 @@ class BlockRunner(AttendingRunner):
             output = self.head.block(embeds, self.head.angles(positions, embeds), attend_cached)[:, first:]
         if self.head.places is None:
             output = torch.cat([self._outputs[index].unsqueeze(1), output], dim=1)
-        self._frontier = _Depths(logits=self.logits(output), states=output)
-        return self._follow(roots, self._frontier)
+        return self._follow(roots, _Depths(logits=self.logits(output), states=output))
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
+    def _descend(self, last: _Depths, tokens: Tensor, parents: Tensor) -> Level[_Depths]:
         memory = last.memory
         if memory is not None:
             memory = memory.gather(1, parents.unsqueeze(-1).expand(-1, -1, memory.shape[-1]))
         return self._follow(tokens, replace(last, memory=memory, depth=last.depth + 1))
 
-    def _follow(self, tokens: Tensor, depths: _Depths) -> Tensor:
+    def _follow(self, tokens: Tensor, depths: _Depths) -> Level[_Depths]:
         here = slice(depths.depth, depths.depth + 1)
         above = Above(tokens, depths.depth, depths.memory, self.embed)
         followed = self.head.follow(depths.logits[:, here], depths.states[:, here], above)
-        self._frontier, self.acceptance = replace(depths, memory=followed.memory), followed.acceptance
-        return followed.logits
+        self.acceptance = followed.acceptance
+        return followed.logits, replace(depths, memory=followed.memory)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -614,7 +618,7 @@ class _Depths:
     memory: Tensor | None = None  # (B, F, M) of the last level's nodes
 
 
-class AdapterRunner(AttendingRunner):
+class AdapterRunner(AttendingRunner["_Exited"]):
     """Runs a head depth by depth: nodes run through the target's layers up to the head's boundary,
     in the slots in which they are scored, then through the head. Entries are the target's states of
     what is committed before the root.
@@ -622,7 +626,6 @@ class AdapterRunner(AttendingRunner):
 
     head: AdapterHead
     shape: Shape | None = None  # Shape of the trees to come; None: it differs by row, and parents are read on the host
-    _frontier: _Exited | None
 
     def __init__(self, head: AdapterHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
@@ -642,17 +645,15 @@ class AdapterRunner(AttendingRunner):
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         self._write_context(self.head, fused, block)
 
-    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Tensor:
+    def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_Exited]:
         none = index.new_zeros(len(rows), 0)
         self._cache.begin(rows, none, size, index=index)
         self.rows, self.ran = rows, []
         roots, fits = [[-1]] * len(rows), [0] * len(rows)
-        self._frontier = _Exited(lengths=lengths, ids=none, parents=roots, fits=fits, depth=0, width=size)
-        return self._level(self._frontier, 0)
+        trees = _Exited(lengths=lengths, ids=none, parents=roots, fits=fits, depth=0, width=size)
+        return self._level(trees, 0), trees
 
-    def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
-        last = self._frontier
-        assert last is not None, "only inside unroll"
+    def _descend(self, last: _Exited, tokens: Tensor, parents: Tensor) -> Level[_Exited]:
         start, depth = 1 + last.ids.shape[1], last.depth + 1
         ids, target, fits = torch.cat([last.ids, tokens], dim=1), self.target, list[int]()
         for row, count in zip(self.rows, last.fits, strict=True):
@@ -665,8 +666,8 @@ class AdapterRunner(AttendingRunner):
             new: list[Sequence[int]] = [[*old, *row] for old, row in zip(last.parents, above, strict=True)]
         else:
             new = [self.shape.parents for _ in last.parents]
-        self._frontier = replace(last, ids=ids, parents=new, fits=fits, depth=depth, size=tokens.shape[1])
-        return self._level(self._frontier, start)
+        trees = replace(last, ids=ids, parents=new, fits=fits, depth=depth, size=tokens.shape[1])
+        return self._level(trees, start), trees
 
     def _level(self, trees: _Exited, start: int) -> Tensor:
         """Return logits (B, F, V) after the nodes from `start` on."""
