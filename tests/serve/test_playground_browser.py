@@ -379,6 +379,23 @@ def test_errors_are_said(opened: Page) -> None:
     opened.page.wait_for_selector("#status.wrong")
     assert "token" in opened.page.inner_text("#status")
     assert len(opened.complaints) == 1 and "400" in opened.complaints.pop(), "the browser's own line"
+    assert not opened.page.is_visible("#result"), "nothing was written, so no card is shown"
+
+
+def test_a_tree_that_is_deeper_than_its_box_goes_on_below(opened: Page) -> None:
+    """A chain of sixteen drafted tokens; all that is drawn lies within the box."""
+    chain = """{
+      const known = { draft_prob: null, target_prob: null };
+      const nodes = [...Array(16).keys()].map((parent) => ({ ...known, text: "word", parent, accepted: parent < 9 }));
+      at("result").hidden = at("after").hidden = false;
+      const step = { step: 1, drafter: "ngram", rule: "argmax_walk" };
+      drawTree({ nodes, tokens: [{ text: "end", source: "recovered" }], step, ms: 1 });
+    }"""
+    opened.page.evaluate(chain)
+    box = opened.page.evaluate(
+        "[at('tree').clientWidth, at('tree').scrollWidth, at('tree').querySelectorAll('rect').length]"
+    )
+    assert box[1] <= box[0] and box[2] == 18
 
 
 def test_a_server_that_gives_no_traces_is_said_to(browser: Any) -> None:
@@ -386,4 +403,5 @@ def test_a_server_that_gives_no_traces_is_said_to(browser: Any) -> None:
         page = Page(browser, live.url)
         page.page.wait_for_selector("#run[disabled]")
         assert "--allow-traces" in str(page.page.text_content("#status"))
+        assert page.page.evaluate("at('status').getBoundingClientRect().top < at('ask').getBoundingClientRect().top")
         page.close()

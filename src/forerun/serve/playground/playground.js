@@ -158,6 +158,7 @@ async function run() {
     note();
     if (result.fast.moments.length > 1) show(result);
     else for (const side of SIDES) at(side).dataset.waiting = "";
+    if (!result.plain.moments.length) at("result").hidden = true; // The prompt was refused
   }
 }
 
@@ -452,18 +453,26 @@ function drawTree(moment) {
   };
   place(0);
   const wide = 104, high = 34, parts = [];
-  const x = (index) => 8 + depth[index] * wide, y = (index) => 8 + row[index] * high;
+  const ended = last && last.source !== "draft";
+  // What is deeper than the box is wide goes on below: a chain of sixteen would be cut at the edge.
+  const across = Math.max(2, Math.floor(((at("tree").clientWidth || 800) - 16) / wide));
+  const below = rows + (ended ? 2 : 1), folds = (index) => Math.floor(depth[index] / across);
+  const x = (index) => 8 + (depth[index] % across) * wide, y = (index) => 8 + (folds(index) * below + row[index]) * high;
   nodes.forEach((node, index) => {
-    if (index) parts.push(svg("line", { x1: x(node.parent) + 86, y1: y(node.parent) + 13, x2: x(index), y2: y(index) + 13, class: node.accepted ? "accepted" : "" }));
+    if (!index) return;
+    const kind = node.accepted ? "accepted" : "", from = { x: x(node.parent) + 86, y: y(node.parent) + 13 }, to = { x: x(index), y: y(index) + 13 };
+    const lines = folds(node.parent) === folds(index) ? [[from, to]] : [[from, { ...from, x: from.x + 14 }], [{ ...to, x: to.x - 8 }, to]];
+    for (const [one, other] of lines) parts.push(svg("line", { x1: one.x, y1: one.y, x2: other.x, y2: other.y, class: kind }));
   });
   nodes.forEach((node, index) => parts.push(box(x(index), y(index), index ? node.text : "root", index ? (node.accepted ? "accepted" : "rejected") : "", index ? hintOf(node.accepted ? "accepted" : "rejected", moment, node) : "")));
-  if (last && last.source !== "draft") {
+  const deepest = Math.max(...depth);
+  if (ended) {
     const end = Math.max(0, ...nodes.map((node, index) => (node.accepted ? index : 0)));
-    rows += 1;
-    parts.push(svg("line", { x1: x(end) + 43, y1: y(end) + 26, x2: x(end) + 43, y2: 8 + rows * high, class: "accepted" }));
-    parts.push(box(x(end), 8 + rows * high, last.text, last.source, hintOf(last.source, moment, null)));
+    const under = 8 + (folds(end) * below + rows + 1) * high;
+    parts.push(svg("line", { x1: x(end) + 43, y1: y(end) + 26, x2: x(end) + 43, y2: under, class: "accepted" }));
+    parts.push(box(x(end), under, last.text, last.source, hintOf(last.source, moment, null)));
   }
-  const size = { width: 16 + (Math.max(...depth) + 1) * wide, height: 16 + (rows + 1) * high };
+  const size = { width: 16 + Math.min(deepest + 1, across) * wide, height: 16 + (Math.floor(deepest / across) + 1) * below * high };
   at("tree").replaceChildren(svg("svg", { ...size, role: "img", "aria-label": "tree of drafted tokens" }, ...parts));
 }
 
@@ -650,7 +659,8 @@ async function meet() {
     at("drafter").replaceChildren(...model.speculation.drafters.map((name) => made("option", {}, name)));
     limit();
     at("run").disabled = !model.speculation.traces;
-    say(model.speculation.traces ? "" : "this page shows traces of completions, and this server gives none; start it with --allow-traces", !model.speculation.traces);
+    say(model.speculation.traces ? "" : "This page shows traces of completions, and this server gives none: start it with --allow-traces.", !model.speculation.traces);
+    if (!model.speculation.traces) at("ask").before(at("status")); // Above what cannot be used
   } catch (error) {
     const loading = error.status === 503;
     say(loading ? "The model is being loaded ..." : error.message, !loading);
