@@ -182,7 +182,7 @@ def test_a_drafter_adapts_unless_it_is_told_not_to(
 def test_a_model_is_served_under_the_name_that_clients_know(
     forerun: Forerun, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, words: list[str], name: str
 ) -> None:
-    """Several, and always the path that the server was started with, and the folder's or the file's name."""
+    """Several, and always the path that the server was started with, and the name of the folder or of the file."""
     served, names = list[str](), list[str]()
 
     def run(session: Session, **_: object) -> int:
@@ -198,7 +198,9 @@ def test_a_model_is_served_under_the_name_that_clients_know(
     monkeypatch.setattr("forerun.serve.server.run", run)
     monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda *_, **__: None)  # The hub has it
     assert forerun("serve", *words).code == 0 and served == [name]
-    assert names == list(dict.fromkeys([*words[2::2], Path(words[0]).stem if "here" in words[0] else name, words[0]]))
+    path = Path(words[0])
+    own = [path.stem, *([path.name] if path.suffix == ".gguf" else [])] if "here" in words[0] else [name]
+    assert names == list(dict.fromkeys([*words[2::2], *own, words[0]]))
 
 
 def test_generate_reads_pipe_and_chat_template(
