@@ -183,10 +183,10 @@ class Pipeline:
         target, count, batch = self.target, len(blocks), len(rows)
         size = target._nodes(rows, nodes).ids.shape[1]
         if states is None or states.shape[1] < count:
-            entering, _ = target._place(rows, replace(nodes, start=size - 1), padded=False)
+            entering, _ = target.build_inputs(rows, replace(nodes, start=size - 1), padded=False)
             new = target._ranges.run(LayerRange(start=0, stop=0), entering, None)
             states = new if states is None else torch.cat([states, new], dim=1)
-        inputs, _ = target._place(rows, nodes, padded=False)
+        inputs, _ = target.build_inputs(rows, nodes, padded=False)
         masks = inputs["attention_mask"]
         lengths = torch.tensor([target.lengths[row] for row in rows]).unsqueeze(1)
         slots = torch.where(nodes.real, lengths + torch.arange(size), target.cache.dump)[:, -count:]

@@ -463,7 +463,7 @@ class TransformersTarget(Target):
         tensors = [] if states is None else [states]
         if self.records:
             return self._replay(what, work, rows, nodes, tensors, after=MET_BEFORE)
-        inputs, this = self._build_inputs(rows, nodes, padded=True)
+        inputs, this = self.build_inputs(rows, nodes, padded=True)
         missing = inputs["input_ids"].shape[1] - nodes.fresh
         with self.pass_lock, running(this), attention_kernels(self.device):
             results = work(inputs, *(nn.functional.pad(tensor, (0, 0, 0, missing)) for tensor in tensors))
@@ -564,7 +564,7 @@ class TransformersTarget(Target):
         self.cache.begin(range(len(ids)), places, width, index=torch.arange(len(ids), device=ids.device))
         return self._keywords(block, ids, width, None)
 
-    def _build_inputs(
+    def build_inputs(
         self, rows: Sequence[int], nodes: Nodes, *, padded: bool, flat: Flat | None = None, select: bool = True
     ) -> tuple[dict[str, Any], Pass]:
         """Return the keyword arguments for the base model's forward and the properties that its
@@ -601,7 +601,7 @@ class TransformersTarget(Target):
         """Return the structure of a pass on the host, with its ids or beside them on the device, and its width. Sizes
         are powers of two, and every row stands at its own place in the cache, so one recording serves all rows and
         texts of about these sizes, and nothing of the cache is copied. Other rows' places, and nodes that are not
-        there, are padding as in `_build_inputs`. `index` holds the rows, on the device.
+        there, are padding as in `build_inputs`. `index` holds the rows, on the device.
         """
         committed = self.note_passes(rows, nodes)
         batch = min(self.cache.rows, bucket(max(rows) + 1))
@@ -662,7 +662,7 @@ class TransformersTarget(Target):
         self, rows: Sequence[int], nodes: Nodes, boundaries: Set[Boundary], flat: Flat | None, *, padded: bool
     ) -> tuple[Tensor, dict[Boundary, Tensor]]:
         """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
-        inputs, this = self._build_inputs(rows, nodes, padded=padded, flat=flat, select=not self._folds)
+        inputs, this = self.build_inputs(rows, nodes, padded=padded, flat=flat, select=not self._folds)
         if not padded:
             self._prompt = object()
         this.prompt = self._prompt
