@@ -245,7 +245,11 @@ def test_ctrl_c_and_sigterm_in_a_stream_are_clean_ends(
 
     monkeypatch.setattr(LLM, "stream", interrupted)
     former = signal.getsignal(signal.SIGTERM)
-    ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0)
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell starts background jobs without it
+    try:
+        ran = forerun("generate", checkpoint, "-p", PROMPT, "-t", 0)
+    finally:
+        signal.signal(signal.SIGINT, ignored)
     assert ran.code == 130 and ran.out.endswith("\n") and "Traceback" not in ran.err
     assert ran.err.endswith("stopped before it was done\n") and signal.getsignal(signal.SIGTERM) is former
 
