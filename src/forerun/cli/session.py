@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 SOURCES: dict[Source, tuple[str, str, str]] = {
     Source.DRAFT: ("accepted draft", "on #1f4d2b", "bold"),
     Source.RECOVERED: ("recovered", "yellow underline", "underline"),
-    Source.BONUS: ("bonus", "cyan dim", "dim"),
+    Source.BONUS: ("bonus", "#6cb6d9", "dim"),
     Source.TARGET: ("plain", "", ""),
 }
 """A token's source is shown in words, in colour, and by shape alone where ``NO_COLOR`` is set."""
