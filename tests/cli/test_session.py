@@ -65,7 +65,7 @@ def test_each_source_has_its_own_look_and_line_breaks_are_not_tinted() -> None:
     text = rendered(terminal=True)
     background = "\x1b[48;2;31;77;43m"
     assert text.startswith("a\n") and f"{background}b" in text and f"{background}\n" not in text
-    assert "\x1b[4;33mc" in text and "\x1b[2;36md" in text
+    assert "\x1b[4;33mc" in text and "\x1b[38;2;108;182;217md" in text
 
 
 def test_no_color_keeps_the_shapes() -> None:
