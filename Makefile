@@ -74,7 +74,7 @@ $(LLAMA_VENV)/.ready: pyproject.toml
 demo: $(READY) ## a small real model answers real questions, plainly and speculatively (93 MB, once)
 	$(BIN)/forerun demo $(ARGS)
 
-test: $(READY) ## all tests but the slow ones: nine and a half minutes on two idle cores
+test: $(READY) ## all tests but the slow ones: 10 to 15 minutes on two idle cores
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-real: $(READY) ## every drafter on the real model, 100 questions of FORERUN_QUESTIONS=FILE (two hours)
