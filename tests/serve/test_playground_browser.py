@@ -3,9 +3,11 @@
 ``FORERUN_SCREENSHOTS=folder`` keeps the screenshots.
 """
 
+import itertools
 import os
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,8 @@ from typing import Any
 import pytest
 
 from forerun import AsyncLLM
+from forerun.engine.core import Engine
+from forerun.types import StreamChunk
 from serve.conftest import Live, serving, wait_for
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra dev")
@@ -172,12 +176,25 @@ def test_the_text_appears_while_it_is_written_and_nothing_jumps(opened: Page) ->
     assert places == 1
 
 
-def test_stop_ends_the_answer_and_keeps_what_there_is(opened: Page, demo: Live) -> None:
+def test_stop_ends_the_answer_and_keeps_what_there_is(
+    opened: Page, demo: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, brought, clicked = Engine.step, itertools.count(), threading.Event()
+
+    def few(engine: Engine) -> list[StreamChunk]:
+        """The answer cannot end before the click."""
+        chunks = step(engine)
+        if chunks and next(brought) > 8:
+            assert clicked.wait(120)
+        return chunks
+
+    monkeypatch.setattr(Engine, "step", few)
     opened.page.fill("#prompt", "Count without an end.")
     opened.page.fill("#length", "800")
     opened.page.click("#run")
     opened.page.wait_for_function("result && result.plain.moments.length > 3")
     opened.page.click("#stop")
+    clicked.set()
     opened.page.wait_for_selector("#run:enabled")
     assert "Stopped" in opened.page.inner_text("#status") and not opened.page.is_visible("#after")
     assert 3 < opened.figures("plain")["tokens"] < 800
