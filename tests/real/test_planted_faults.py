@@ -7,14 +7,14 @@ import pytest
 from benchmarks.self_check import FAULTS, Fault, planted
 from forerun.errors import UnsupportedModelError
 from forerun.model import TransformersTarget
-from forerun.model.load import LoadOptions, open_model, read_config
+from forerun.model.load import LoadOptions
+from forerun.model.prepare import open_named
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_a_planted_fault_is_seen(path: Path, dtype: str) -> None:
-    options = LoadOptions(dtype=dtype, device="cpu")
-    model = open_model(path, options, read_config(path, options), quiet=True)
+    model = open_named(path, LoadOptions(dtype=dtype, device="cpu"))
     TransformersTarget.load(model, rows=1, slots=64)
     own: list[Fault] = [fault for fault in FAULTS if fault.suits(model) and not fault.in_model]
     assert len(own) == 8
