@@ -69,13 +69,13 @@ def serving(
     **settings: Any,
 ) -> Iterator[Live]:
     """A server in a thread of its own until the block ends; `send_buffer`: bytes that the kernel keeps of an answer;
-    `also`: further names of the model."""
-    wanted = ServeSettings(model_names=(NAME, *also), **settings)
+    `also`: aliases of the model."""
+    wanted = ServeSettings(model_names=(NAME,), **settings)
 
     def tiny() -> AsyncLLM:
         return AsyncLLM(str(model), speculative_config=speculative, dtype="float32", max_num_seqs=4, max_model_len=200)
 
-    session = Session(wanted, model if callable(model) else tiny)
+    session = Session(wanted, model if callable(model) else tiny, also)
     listener = socket.create_server(("127.0.0.1", 0))
     if send_buffer is not None:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)

@@ -141,7 +141,7 @@ def test_a_model_has_several_names_and_needs_none(checkpoint: Path) -> None:
     names = [NAME, checkpoint.name, str(checkpoint)]
     with serving(checkpoint, also=tuple(names[1:])) as live:
         client = live.client()
-        assert [model.id for model in client.models.list()] == names
+        assert [model.id for model in client.models.list()] == [NAME], "one model is listed once"
         for name in names:
             assert client.completions.create(model=name, prompt="x", max_tokens=1).model == NAME
             assert client.models.retrieve(name).id == name

@@ -85,7 +85,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
         "only 'text' is supported, got 'image_url': this server reads text",
     ),
     (CHAT, {"foo": 1, "temprature": 2, "bar": 3}, "foo", "parameters 'foo', 'temprature', 'bar' are not supported"),
-    (CHAT, {"functions": [TOOL]}, "functions", "expected at most 0 items"),
+    (CHAT, {"functions": [TOOL]}, "functions", "did you mean 'tools'?"),
     (
         RESPONSES,
         {"tools": [{"type": "web_search", "filters": {}}]},
@@ -189,9 +189,9 @@ def test_what_is_no_json_is_told_where(live: Live, text: str, words: str) -> Non
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("/chat/completions", "a client's base URL ends with one /v1; did you mean '/v1/chat/completions'"),
-        ("/v1/v1/completions", "did you mean '/v1/completions'"),
-        ("/v1/chat/completion", "did you mean '/v1/chat/completions'"),
+        ("/chat/completions", "a client's base URL ends with one /v1: this is '/v1/chat/completions'"),
+        ("/v1/v1/completions", "this is '/v1/completions'"),
+        ("/v1/chat/completion", "the nearest is '/v1/chat/completions'"),
         ("/v1/embeddings", "no embeddings"),
         ("/rerank", "does not rank"),
         ("/v1/images/generations", "no images"),
@@ -254,8 +254,22 @@ def test_a_foreign_name_is_told_ours(live: Live, name: str) -> None:
         error = live.post(path, {**body, name: 3}).json()["error"]
         assert error["param"] == name
         ours = error["message"].partition("did you mean '")[2].rstrip("'?")
-        assert ours in kind.model_fields if ours else OTHER_NAMES.get(name) not in kind.model_fields
+        assert ours.partition(".")[0] in kind.model_fields if ours else OTHER_NAMES.get(name) not in kind.model_fields
     assert "leave it out" in live.post(TEXT, {"prompt": "x", "frobnicate": 1}).text
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"drafter": "ngram"}, "did you mean 'speculative.drafter'?"),
+        ({"use_beam_search": True}, "of 'use_beam_search' only false is taken"),
+        ({"best_of": 2, "suffix": "end"}, "did you mean 'n' in place of 'best_of'?; of 'suffix' only \"\" is taken"),
+        ({"stop": ["a"] * 99}, "stop: expected at most 16 items"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: expected at least 1 item"),
+    ],
+)
+def test_a_refusal_says_what_to_send(live: Live, more: dict[str, Any], words: str) -> None:
+    assert str(live.post(TEXT, {"prompt": "x", **more}).json()["error"]["message"]).endswith(words)
 
 
 def test_a_wrong_method_is_told_the_right_ones(locked: Live) -> None:

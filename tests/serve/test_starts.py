@@ -24,6 +24,7 @@ from conftest import loggers_restored
 from forerun.cli import build_app, main
 from forerun.cli.options import SPECULATION
 from forerun.errors import ArgumentError
+from forerun.serve.session import Session
 from forerun.serve.settings import ServeSettings
 from forerun.shipped import resolve
 
@@ -309,19 +310,23 @@ def test_what_is_wrong_in_a_file_is_named(file: Path, text: str, match: str) -> 
 
 
 def test_a_gguf_file_answers_to_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With its ending and without; the model that is downloaded, too."""
+    """With its ending and without; the model that is downloaded, too. One name is listed, or each that is chosen."""
     file = tmp_path / "small.Q4_1.gguf"
     file.touch()
-    found = list[tuple[str, ...]]()
+    found = list[Session]()
     monkeypatch.setattr("forerun.cli.session.check", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "forerun.serve.server.run", lambda session, **_: found.append(session.settings.model_names) or 0
-    )
+    monkeypatch.setattr("forerun.serve.server.run", lambda session, **_: found.append(session) or 0)
+    chosen = ("--served-model-name", "a", "--served-model-name", "b")
     with loggers_restored():
-        for model in (str(file), "smollm2"):
-            assert main(["serve", model]) == 0
-    assert found[0] == ("small.Q4_1", "small.Q4_1.gguf", str(file))
-    assert found[1] == ("smollm2", "SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf")
+        for words in ([str(file)], ["smollm2"], [str(file), *chosen]):
+            assert main(["serve", *words]) == 0
+    own = ("small.Q4_1", "small.Q4_1.gguf", str(file))
+    assert [session.names for session in found] == [
+        own,
+        ("smollm2", "SmolLM2-135M-Instruct.Q4_1", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+        ("a", "b", *own),
+    ]
+    assert [session.settings.model_names for session in found] == [own[:1], ("smollm2",), ("a", "b")]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,15 +76,15 @@ def serve(
         from forerun.serve.session import Session
     except ModuleNotFoundError as error:
         raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
-    names = (*settings.model_names, *_short_names(model), model)
-    settings = replace(settings, model_names=tuple(dict.fromkeys(names)))
+    aliases = (*_short_names(model), model)
+    settings = replace(settings, model_names=settings.model_names or aliases[:1])
     configure_logging(settings)
     if not settings.api_keys and not settings.share_unnamed:
         log.info(
             "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
             "all requests are yours, or --api-key"
         )
-    return run(Session(settings, lambda: _load(model, loading, options)), host=host, port=port)
+    return run(Session(settings, lambda: _load(model, loading, options), aliases), host=host, port=port)
 
 
 def _short_names(model: str) -> tuple[str, ...]:

@@ -279,15 +279,14 @@ def completion_jobs(session: Session, body: CompletionRequest) -> list[Job]:
 
 def check_model(session: Session, requested: str | None) -> None:
     """Refuse a model that is not served here."""
-    names = session.settings.model_names
-    if requested is not None and requested not in names:
+    if requested is not None and requested not in session.names:
         raise ApiError(
             404,
             "there is no such model here; this server has",
             param="model",
             code="model_not_found",
             quoted=requested,
-            listed=names,
+            listed=session.names,
         )
 
 

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -44,10 +44,13 @@ GREETING = ({"role": "user", "content": "Hello"},)  # The conversation that a ch
 
 
 class Session:
-    """Serves one model; `load` makes the engine, which takes long, so it runs beside the event loop."""
+    """Serves one model; `load` makes the engine, which takes long, so it runs beside the event loop. Requests may call
+    the model by its `aliases`, too, which are not listed.
+    """
 
-    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM]) -> None:
+    def __init__(self, settings: ServeSettings, load: Callable[[], AsyncLLM], aliases: Sequence[str] = ()) -> None:
         self.settings, self._load = settings, load
+        self.names = tuple(dict.fromkeys((*settings.model_names, *aliases)))  # All that requests may call the model by
         self.url = ""  # Where the server listens, for the log
         self.state = State.LOADING
         self.failure: BaseException | None = None  # Why the model could not be loaded

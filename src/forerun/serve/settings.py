@@ -44,8 +44,8 @@ class ServeSettings:
     step_timeout_s: Annotated[float, CAPACITY] = 60.0
     """Seconds that one step of the engine may take; longer, and /health says 503 until it ends."""
     model_names: Annotated[tuple[str, ...], Parameter(name="--served-model-name"), API] = ()
-    """Names that clients call the model; responses have the first. It is always
-    called by its path or hub id as given, and by the name of its directory or GGUF file, too.
+    """Names that clients call the model; responses have the first, and ``/v1/models`` lists them. Requests may
+    always call it by its path or hub id as given, and by the name of its directory or GGUF file, too.
     """
     tool_call_parser: Annotated[str, API] = "auto"
     """How the model writes tool calls: hermes, qwen3_coder, glm45, mistral, deepseek_v3, llama3_json, auto or none."""

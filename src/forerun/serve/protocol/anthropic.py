@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 
 from forerun.errors import ArgumentError, about
 from forerun.serve.protocol import requests
-from forerun.serve.protocol.requests import ChatRequest, Message, Name, Nothing, Strict, ToolCall, join_text
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Strict, ToolCall, join_text
 
 
 class CacheControl(Strict):
@@ -32,7 +32,7 @@ class TextBlock(Cached):
 
     type: Literal["text"]
     text: str
-    citations: Nothing = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
 Texts = Annotated[list[TextBlock], Field(max_length=requests.MAX_PARTS, fail_fast=True)]
@@ -159,7 +159,6 @@ class CountRequest(Cached):
     tool_choice: InputChoice | None = None
     thinking: requests.Thinking | None = None
     output_config: OutputConfig | None = None
-    speed: Literal["standard"] = "standard"
 
     @property
     def goes_on(self) -> bool:

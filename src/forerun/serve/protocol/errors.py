@@ -11,12 +11,15 @@ from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from forerun.errors import ArgumentError, ForerunError, list_some, nearest
+from forerun.serve.protocol.hints import list_accepted
 
 OTHER_NAMES = {
     **dict.fromkeys(("max_new_tokens", "max_length", "n_predict", "num_predict", "max_output_tokens"), "max_tokens"),
     **dict.fromkeys(("stop_sequences", "stop_strings", "stop_words"), "stop"),
     **dict.fromkeys(("num_return_sequences", "num_completions"), "n"),
     **{"inputs": "prompt", "input": "prompt", "system": "messages", "repeat_penalty": "repetition_penalty"},
+    **{"functions": "tools", "function_call": "tool_choice", "best_of": "n", "speculative_config": "speculative"},
+    **{name: f"speculative.{name}" for name in ("drafter", "num_speculative_tokens", "rule")},
 }
 """Other engines and endpoints use these names for parameters of this one."""
 _CODES = {
@@ -153,7 +156,7 @@ def no_such_path(path: str, paths: Collection[str]) -> ApiError:
     absent = next((words for name, words in _ABSENT.items() if any(part.startswith(name) for part in own[:1])), None)
     near = [begun] if begun in paths else [] if absent is not None else get_close_matches(path, list(paths), 1, 0.7)
     if near:
-        hint = "a client's base URL ends with one /v1; did you mean" if begun in paths else "did you mean"
+        hint = "a client's base URL ends with one /v1: this is" if begun in paths else "the nearest is"
     else:
         hint = absent or "GET /openapi.json lists what is served"
     return ApiError(404, f"there is no such path here; {hint}", quoted=path, listed=near)
@@ -187,22 +190,22 @@ def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known
 
 
 def _unknown(complaints: Sequence[_Complaint], known: Collection[str]) -> ApiError:
-    """Return a 400 that names all unknown parameters, each with the one that is meant, where that shows."""
+    """Return a 400 that names all unknown parameters, each with the one that is meant, or the values that are taken."""
     names = [".".join(map(str, one.path)) for one in complaints]
-    shown, meant = [], []
+    remedies = list[str]()
     for one, name in zip(complaints, names, strict=True):
-        hint = ""
-        if len(one.path) == 1 and known:
-            other = OTHER_NAMES.get(name)
-            hint = f" Did you mean {other!r}?" if other in known else nearest(name, known, 0.75)
-        shown.append(repr(name[:_QUOTED]))
-        meant += [f"{hint.strip()[:-1]} in place of {name!r}?" if hint and len(names) > 1 else hint.strip()]
-    listed = list_some(shown, 10)
+        other = OTHER_NAMES.get(name, "")
+        meant = nearest(name, known, 0.75) if len(one.path) == 1 and known else ""
+        if other.partition(".")[0] in known:
+            meant = f" Did you mean {other!r}?"
+        if meant:
+            remedies.append(f"did {meant[5:-1]}{f' in place of {name!r}' if len(names) > 1 else ''}?")
+        elif values := list_accepted(name):
+            remedies.append(f"of {name!r} only {values} is taken")
+    listed = list_some([repr(name[:_QUOTED]) for name in names], 10)
     are = f"parameter {listed} is" if len(names) == 1 else f"parameters {listed} are"
-    hints = " ".join(filter(None, meant)) or ("leave it out" if len(names) == 1 else "leave them out")
-    return bad_request(
-        f"the {are} not supported by this server; {hints[0].lower()}{hints[1:]}", names[0], "unsupported"
-    )
+    remedy = "; ".join(remedies) or ("leave it out" if len(names) == 1 else "leave them out")
+    return bad_request(f"the {are} not supported by this server; {remedy}", names[0], "unsupported")
 
 
 def _place(error: Mapping[str, Any], body: Any) -> str:
@@ -285,7 +288,7 @@ class _Complaint(NamedTuple):
             return _EXPECTED + self.expected
         if kind not in _WORDS:
             return str(self.error["msg"]).removeprefix("Value error, ")
-        expected = _EXPECTED + _WORDS[kind].format(**self.error.get("ctx", {}))
+        expected = _EXPECTED + re.sub(r"\b(1 \w+)s$", r"\1", _WORDS[kind].format(**self.error.get("ctx", {})))
         number = isinstance(given, int | float) and not isinstance(given, bool) and len(f"{given}") < _QUOTED
         return f"{expected}, got {given}" if number and not kind.endswith("_type") else expected
 

@@ -1,8 +1,7 @@
 """These are the bodies of OpenAI's completion endpoints, with vLLM's parameters, and of
 ``/tokenize`` and ``/detokenize``.
 
-Parameters that clients send by habit are taken as long as they say what this server does anyway (`Neutral`); any other
-value of theirs is refused by name. Those of which no value changes anything are `hints`.
+Parameters that clients send by habit, and that change nothing here, are `hints`: no body has them.
 """
 
 from __future__ import annotations
@@ -137,9 +136,6 @@ class Structured(Strict):
 
 MaxTokens = Annotated[int, Field(ge=-1), AfterValidator(lambda value: None if value == -1 else value)]
 """0 only reads the prompt; -1, which is None when it is read, is no limit, as in vLLM and llama-server."""
-Zero = Annotated[float, Field(ge=0, le=0)]
-One = Annotated[float, Field(ge=1, le=1)]
-Nothing = Annotated[list[Any], Field(max_length=0)] | None
 
 
 class Neutral(Strict):
@@ -148,31 +144,10 @@ class Neutral(Strict):
     store: Literal[False] = False  # Who sends it is not recorded to train on
     metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Name], Field(max_length=16)] | None = None
     """Metadata for what is kept; ``/v1/responses`` gives it back."""
-    prompt_cache_key: Name | None = None  # A hint about prompts that begin alike, which are found without it
-    safety_identifier: Name | None = None
 
 
 class Sampling(Neutral):
     """The fields that `forerun.SamplingParams` is made of, in OpenAI's and vLLM's words."""
-
-    # Clients of vLLM and llama-server send these by habit.
-    use_beam_search: Literal[False] = False
-    length_penalty: One = 1.0
-    early_stopping: Literal[False] = False
-    spaces_between_special_tokens: Literal[True] = True
-    cache_prompt: Literal[True] = True
-    id_slot: Literal[-1] = -1
-    mirostat: Literal[0] = 0
-    typical_p: One = 1.0
-    tfs_z: One = 1.0
-    dry_multiplier: Zero = 0.0
-    xtc_probability: Zero = 0.0
-    dynatemp_range: Zero = 0.0
-    min_keep: Literal[0] = 0
-    n_probs: Literal[0] = 0
-    post_sampling_probs: Literal[False] = False
-    timings_per_token: Literal[False] = False
-    return_progress: Literal[False] = False
 
     model: str | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -471,9 +446,6 @@ class ChatRequest(Sampling):
     thinking: Thinking | None = None  # Switches the chat template's reasoning, where it can be switched
     add_generation_prompt: bool | None = None  # vLLM's: opens the completion; None: unless the last message goes on
     continue_final_message: bool = False  # vLLM's: the completion continues the last message
-    modalities: Annotated[list[Literal["text"]], Field(min_length=1, max_length=1)] | None = None
-    functions: Nothing = None  # The deprecated form of `tools`
-    function_call: Literal["none", "auto"] | None = None
     add_special_tokens: Literal[False] = False  # The chat template writes them
     include_reasoning: bool = True  # vLLM's: whether the response shows the reasoning
 
@@ -540,8 +512,6 @@ class CompletionRequest(Sampling):
     max_tokens: MaxTokens | None = 16
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
-    best_of: Literal[1] = 1
-    suffix: Literal[""] = ""
     add_special_tokens: Literal[True] = True
 
     @property

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from forerun.serve.protocol import requests
-from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Nothing, Strict, ToolCall, join_text
+from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Strict, ToolCall, join_text
 
 
 class ResponseText(Strict):
@@ -145,9 +145,6 @@ class ResponsesRequest(Neutral):
     user: Name | None = None
     cache_salt: requests.Salt | None = None
     speculative: requests.Speculation | None = None
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
-    include: Nothing = None
     top_logprobs: Literal[0] = 0
 
     def chat(self) -> ChatRequest:
