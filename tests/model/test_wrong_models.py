@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from engine.conftest import _write
 from forerun import LLM
 from forerun.cli import BAD_INPUT, main
 from forerun.errors import ForerunError
+from forerun.heads.files import TargetFacts
+from forerun.training.features.store import checkpoint_directory
 from model.ggufs import TOKENS, tiny, write_tiny
 from selection import in_turn
 
@@ -171,3 +175,51 @@ def test_every_door_says_one_line(
     written = capsys.readouterr()
     assert " ".join(written.err.split()).count(" ".join(message.split())) == 1, written.err
     assert not written.out and "Traceback" not in written.err
+
+
+MISTYPED = "no/such"
+OPENS: dict[str, Callable[[Path, LLM], object]] = {
+    "a model": lambda model, llm: LLM(MISTYPED),
+    "a model misspelt": lambda model, llm: LLM("smolm2"),
+    "a draft model": lambda model, llm: LLM(model, speculative_config={"method": "draft_model", "model": MISTYPED}),
+    "a request's draft model": lambda model, llm: llm.generate(
+        "x", speculative={"method": "draft_model", "model": MISTYPED}
+    ),
+    "a request's head": lambda model, llm: llm.generate("x", speculative={"method": "eagle3", "model": MISTYPED}),
+    "a request's model with other tokens": lambda model, llm: llm.generate(
+        "x", speculative={"method": "tli", "model": MISTYPED}
+    ),
+    "an adapter": lambda model, llm: LLM(model, adapter=MISTYPED),
+    "a tokenizer": lambda model, llm: LLM(model, tokenizer=MISTYPED),
+    "a target to train for": lambda model, llm: checkpoint_directory(MISTYPED),
+    "a target's shape": lambda model, llm: TargetFacts.read(MISTYPED),
+}
+
+
+@pytest.fixture
+def lookups(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The hosts that were looked up; there is no network, and no attempt is waited for."""
+    asked: list[object] = []
+
+    def look_up(host: object, *_: object, **__: object) -> None:
+        asked.append(host)
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    return asked
+
+
+@pytest.mark.parametrize("name", OPENS)
+def test_a_mistyped_name_is_asked_for_once(name: str, good: Path, lookups: list[object]) -> None:
+    """Without a network: what opens it would ask for several files, each six times, with seconds in between."""
+    with LLM(good, max_num_seqs=1, device="cpu") as llm, pytest.raises(ForerunError, match="cannot be reached"):
+        OPENS[name](good, llm)
+    assert len(lookups) <= 2  # The hub's library asks something of its own once in a process
+
+
+def test_an_adapters_folder_is_looked_at_first(good: Path, tmp_path: Path, lookups: list[object]) -> None:
+    with pytest.raises(ForerunError, match=r"holds no adapter_config\.json"):
+        LLM(good, adapter=tmp_path)
+    assert main(["generate", str(good), "-p", "x", "--adapter", str(tmp_path)]) == BAD_INPUT
+    assert not lookups

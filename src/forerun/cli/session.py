@@ -214,7 +214,7 @@ def check(model: str, options: TargetOptions, speculative_config: dict[str, Any]
 
     `engine` are arguments of `LLM`.
     """
-    checks.check(model, options.dtype, options.device)
+    checks.check(model, options.dtype, options.device, options.adapter)
     read_template(options.chat_template)
     check_sizes(options.max_model_len, engine["max_num_seqs"], engine.get("kv_cache_tokens"))
     config = SpeculativeConfig.parse(speculative_config)

@@ -15,11 +15,17 @@ DEVICES = "cpu, cuda, cuda:1, xpu, mps, ..."
 _DEVICE = re.compile(r"(cpu|cuda|xpu|mps|npu|hpu|mlu|musa|mtia|maia|xla)(:\d+)?")
 MAGIC = b"GGUF"  # A GGUF file begins with it
 HUB_TIMEOUT_S = 10.0  # For the one question that asks whether a hub id exists
+CONFIG, ADAPTER, TOKENIZER = "config.json", "adapter_config.json", "tokenizer_config.json"
+_HOLDS = {
+    CONFIG: ("no config.json and no GGUF file", "a checkpoint of transformers, or one .gguf file"),
+    ADAPTER: ("no adapter_config.json", "a PEFT adapter"),
+}
+"""What a directory lacks without a file, and what was expected of it."""
 
 
-def check(name: str | Path, dtype: str, device: str | None = None) -> None:
-    """Raise the errors of `resolve`, of `load.read_config` and of `load.LoadOptions` that a model's
-    name, dtype and device already show, before anything is imported or loaded.
+def check(name: str | Path, dtype: str, device: str | None = None, adapter: str | Path | None = None) -> None:
+    """Raise the errors of `resolve`, of `load.read_config` and of `load.LoadOptions` that the names of a model and its
+    adapter, its dtype and device already show, before anything is imported or loaded.
     """
     refuse(
         (dtype not in _DTYPES, f"{dtype!r} is no dtype; expected {DTYPES}"),
@@ -29,6 +35,8 @@ def check(name: str | Path, dtype: str, device: str | None = None) -> None:
     path = Path(name).expanduser()
     if path.is_dir() and not next(path.glob("*.gguf"), None):
         check_directory(path)
+    if adapter is not None:
+        check_directory(adapter, file=ADAPTER)
 
 
 def check_found(name: str | Path) -> None:
@@ -40,21 +48,24 @@ def check_found(name: str | Path) -> None:
         check_file(path)
     elif not path.exists() and str(name) not in (REAL, *MODELS):
         check_directory(name)
-        _check_on_hub(str(name))
 
 
-def _check_on_hub(name: str) -> None:
-    """Ask the hub once, unless its answer lies in the cache, whether it has a model of that name.
+def check_on_hub(name: str, file: str, *, revision: str | None = None, token: str | bool | None = None) -> None:
+    """Ask the hub once, unless its answer lies in the cache, whether it has that `file` of a model, and raise
+    CheckpointError if not. A tokenizer may have another file.
 
     transformers asks for several files, each six times where there is no network.
     """
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError
 
+    files = (file, CONFIG, "tokenizer.json") if file == TOKENIZER else (file,)
     try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT_S)
+        if not any(isinstance(try_to_load_from_cache(name, each, revision=revision), str) for each in files):
+            get_hf_file_metadata(hf_hub_url(name, file, revision=revision), timeout=HUB_TIMEOUT_S, token=token)
     except Exception as error:
-        raise explain_load_error(name, error) from error
+        if file != TOKENIZER or not isinstance(error, EntryNotFoundError):
+            raise explain_load_error(name, error, file) from error
 
 
 def check_file(path: Path) -> None:
@@ -72,38 +83,41 @@ def check_file(path: Path) -> None:
         )
 
 
-def check_directory(name: str | Path) -> None:
-    """Raise CheckpointError if `name` is meant as a directory and is none, or holds no
-    configuration.
+def check_directory(
+    name: str | Path, *, file: str = CONFIG, revision: str | None = None, token: str | bool | None = None
+) -> None:
+    """Raise CheckpointError if `name` is a directory that lacks `file`, its configuration; is meant as a directory and
+    is none; or is no hub id that the hub knows, see `check_on_hub`.
     """
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"{path} holds no config.json and no GGUF file: expected a checkpoint of transformers, or one .gguf file."
-            f"{_instead(path)}"
-        )
-    meant = isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1
-    if meant and not path.is_dir():
-        raise CheckpointError(f"there is no directory {path}: expected a checkpoint of transformers or a hub id (a/b)")
+    lacking, expected = _HOLDS[file]
+    if path.is_dir():
+        if not (path / file).is_file():
+            raise CheckpointError(f"{path} holds {lacking}: expected {expected}.{_instead(path, file)}")
+        return
+    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
+        raise CheckpointError(f"there is no directory {path}: expected {expected}, or a hub id (owner/name)")
+    check_on_hub(str(name), file, revision=revision, token=token)
 
 
-def _instead(folder: Path) -> str:
-    """Return a sentence on what a directory without a configuration holds, and what to name
-    instead.
-    """
-    if (folder / "adapter_config.json").is_file():
+def _instead(folder: Path, file: str) -> str:
+    """Return a sentence on what a directory without the configuration `file` holds, and what to name instead."""
+    if (folder / ADAPTER).is_file():
         return " It holds a PEFT adapter: pass it as adapter=, and its base model as the model."
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
         return f" It is a folder of the hub's cache: name {folder.name.removeprefix('models--').replace('--', '/')}."
-    inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    inside = sorted(path.parent.name for path in folder.glob(f"*/{file}"))
     return f" Such are in it: {', '.join(inside[:4])}." if inside else ""
 
 
-_UNREACHED = {"OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"}
+_UNREACHED = {
+    *("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "ConnectError"),
+    *("ConnectTimeout", "ReadTimeout"),
+}
 
 
-def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
-    """Turn an error while opening `name` into one that says what to do."""
+def explain_load_error(name: str | Path, error: Exception, file: str = CONFIG) -> ForerunError:
+    """Turn an error while opening `name`, whose configuration is `file`, into one that says what to do."""
     kinds = set[str]()
     link: BaseException | None = error
     while link is not None:
@@ -128,7 +142,7 @@ def explain_load_error(name: str | Path, error: Exception) -> ForerunError:
         ),
         (
             "EntryNotFoundError" in kinds or "RemoteEntryNotFoundError" in kinds,
-            f"{name} on the hub holds no config.json: expected a transformers checkpoint",
+            f"{name} on the hub holds no {file}: expected {_HOLDS.get(file, _HOLDS[CONFIG])[1]}",
         ),
         (
             "ImportError" in kinds,  # A package that multiplies by quantised weights, or that the model's own code uses

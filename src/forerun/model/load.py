@@ -26,7 +26,7 @@ from torch import nn
 from forerun.devices import multiplies
 from forerun.errors import ArgumentError, CheckpointError, ForerunError, UnsupportedModelError, list_some
 from forerun.model import quantised_weights
-from forerun.model.checks import DEVICES, DTYPES, check_directory, explain_load_error
+from forerun.model.checks import ADAPTER, DEVICES, DTYPES, check_directory, explain_load_error
 from forerun.model.gguf_files import GgufHeader, file_of
 from forerun.model.gguf_weights import GgufWeights, memory_bytes, put_blocks, read_weights
 from forerun.model.kernels.products import decodes
@@ -180,12 +180,15 @@ def _count_devices(device: torch.device) -> int:
 
 def read_config(name: str | Path, options: LoadOptions) -> Any:
     """Return the configuration of a directory or hub id. Raises CheckpointError if it, or the
-    generation defaults beside it, is missing, corrupt or gated; UnsupportedModelError if it is of a
-    kind that forerun does not verify.
+    generation defaults beside it, is missing, corrupt or gated, or there is no such adapter; UnsupportedModelError if
+    it is of a kind that forerun does not verify.
     """
     from transformers import AutoConfig, GenerationConfig
 
-    check_directory(name)
+    hub: dict[str, Any] = {"revision": options.revision, "token": options.token}
+    check_directory(name, **hub)
+    if options.adapter is not None:
+        check_directory(options.adapter, file=ADAPTER, **hub)
     try:
         directory = _local(name, options)
         config = AutoConfig.from_pretrained(name, **options.hub)
@@ -416,9 +419,7 @@ def resolved_dtype(options: LoadOptions, config: Any) -> torch.dtype | None:
 
 
 def attach_adapter(model: Any, options: LoadOptions) -> Any:
-    """Return the model with a PEFT adapter's layers in place, not merged. Raises CheckpointError if
-    there is none, or it does not fit.
-    """
+    """Return the model with a PEFT adapter's layers in place, not merged. Raises CheckpointError if it does not fit."""
     try:
         from peft import PeftModel
     except ImportError as error:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.errors import ArgumentError, CheckpointError, first_line
-from forerun.model.checks import check_file
+from forerun.model.checks import TOKENIZER, check_file, check_on_hub
 from forerun.model.other_apps import find_kept
 from forerun.model.templates import check_fits
 
@@ -95,13 +95,8 @@ def warn_of_more_tokens(tokenizer: Any, rows: int) -> None:
 
 def tokenizer_beside(source: str | Path) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer in a checkpoint's directory, or of a hub id; None where there is none, or it is broken."""
-    from transformers import AutoTokenizer
-
     try:
-        folder = tokenizer_source(source)
-        if Path(folder).is_dir() and not _holds_tokenizer(Path(folder)):
-            return None
-        return AutoTokenizer.from_pretrained(folder)
+        return _open_tokenizer(source)
     except Exception as error:  # whoever needs it is told that there is none
         _log.debug("%s: no tokenizer: %s", source, error)
         return None
@@ -156,10 +151,17 @@ def _load_tokenizer(model: Any, tokenizer: Any) -> PreTrainedTokenizerBase | Non
         source = getattr(source, "name_or_path", "") or None
         if source is None:
             return None
+    return _open_tokenizer(source)
+
+
+def _open_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of a directory, a GGUF file or a hub id. Raises CheckpointError if there is none."""
     from transformers import AutoTokenizer
 
     folder = tokenizer_source(source)
-    if Path(folder).is_dir() and not _holds_tokenizer(Path(folder)):
+    if not Path(folder).is_dir():
+        check_on_hub(str(folder), TOKENIZER)
+    elif not _holds_tokenizer(Path(folder)):
         raise _without_tokenizer(source, "it holds no tokenizer.json or the like")
     try:
         return AutoTokenizer.from_pretrained(folder)
