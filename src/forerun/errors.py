@@ -186,6 +186,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
+NEAR = 0.8
+"""The least share of equal letters of a name that is suggested for another where no list of names follows: one letter
+in five is wrong.
+"""
+
 _WARNED = set[str]()
 
 

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from cli.conftest import Forerun
 from forerun import LLM, SamplingParams, SpeculativeConfig
-from forerun.cli import build_app, console, serve, session
+from forerun.cli import Terminated, build_app, console, serve, session
 from forerun.drafters import methods
+from forerun.engine.drafting import DrafterPool
 from forerun.errors import ArgumentError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.heads.medusa import MedusaConfig, MedusaHead
@@ -269,14 +270,52 @@ def test_doctor(forerun: Forerun) -> None:
 
 
 def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = "/help\nthe cat\n/spec on\n/drafter ngram\nthe dog\n/spec off\n/stats\n/reset\n/stat\n/quit"
-    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    lines = [
+        *("/help", "the cat", "/spec on", "/drafter ngrm", "/drafter ngram", "the dog", "/spec off", "/stats"),
+        *("/reset", "/stat", "/system Be brief.", "/temperature 0.5", "/temperature warm", "/quit"),
+    ]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     ran = forerun("chat", checkpoint, "-t", 0, "-n", 6)
     llm = LLM(checkpoint, max_num_seqs=1)
     [first] = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=6))
     assert ran.code == 0 and ran.out.startswith(first.outputs[0].text + "\n")
-    told = ["/drafter NAME", "no drafter yet", "drafting with ngram", "2 completions", "forgotten", "mean '/stats'"]
+    told = [
+        *("/drafter NAME", "no drafter yet", "Did you mean 'ngram'?", "drafting with ngram", "2 completions"),
+        *(
+            "forgotten",
+            "mean '/stats'",
+            "another system message",
+            "sampling: temperature 0.5",
+            "0 for greedy, got 'warm'",
+        ),
+    ]
     assert [words for words in told if words not in ran.err] == []
+
+
+def test_ctrl_c_in_a_chat_stops_what_runs_and_twice_at_the_prompt_leaves(
+    forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed: list[str | KeyboardInterrupt] = [KeyboardInterrupt(), "/drafter ngram", "hi", "/stats"]
+
+    def ask(*_: object) -> str:
+        line = typed.pop(0)
+        if isinstance(line, KeyboardInterrupt):
+            raise line
+        return line
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rich.console.Console.input", ask)
+    monkeypatch.setattr(DrafterPool, "ensure", lambda _, config: None if config is None else interrupted())
+    monkeypatch.setattr(LLM, "stream_chat", interrupted)
+    typed += [KeyboardInterrupt(), KeyboardInterrupt()]
+    ran = forerun("chat", checkpoint)
+    assert ran.code == 0 and not typed
+    assert ran.err.count("so does Ctrl-C once more") == 2 and ran.err.count("nothing of it is kept") == 2
+    assert "0 completions" in ran.err
+    typed += [Terminated()]
+    assert forerun("chat", checkpoint).code == 130
 
 
 def test_a_file_of_prompts_gives_a_line_each(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:

@@ -159,12 +159,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came, which ends the command even where Ctrl-C ends less."""
+
+
 @contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
     """Let SIGTERM do what Ctrl-C does while open: what is done is kept, and a line says so."""
 
     def stop(number: int, frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
+        raise Terminated
 
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -5,13 +5,15 @@ by a command.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from forerun.cli import console, session
+from forerun.cli import Terminated, console, session
 from forerun.cli.options import LOADING, SAMPLING, SPECULATION, Flag, SamplingOptions, SpeculationOptions, TargetOptions
-from forerun.errors import ArgumentError, ForerunError, refuse, refuse_unknown
+from forerun.errors import NEAR, ArgumentError, ForerunError, nearest, refuse, refuse_unknown
 from forerun.shipped import REAL
 from forerun.types import SamplingParams, SpeculationStats
 
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 HELP = """\
 /help               this list
 /reset              forget the conversation
+/system TEXT        another system message, none without TEXT; the conversation stays
+/temperature T      temperature of the next completions, 0 is greedy
 /stats              counts of the whole session
 /spec on|off        speculation for the next answers
 /drafter NAME|PATH  draft with another drafter, or another draft model
-/quit               leave (so does Ctrl-D; Ctrl-C stops a completion)"""
+/quit               leave (so does Ctrl-D; Ctrl-C stops a completion, or what a command does)"""
 
 
 def chat(
@@ -64,16 +68,31 @@ def chat(
                 break
         except ForerunError as error:
             console.report_error(str(error))
+        except KeyboardInterrupt as stop:
+            _pass_sigterm(stop)
+            log.print(Text("\nstopped; nothing of it is kept", "dim"))
     return 0
 
 
 def _ask() -> str | None:
-    """Return the next line, None at the end of input. Ctrl-C at the prompt leaves, too."""
-    try:
-        return console.log().input(Text("\n> ", "bold cyan")).strip()
-    except (EOFError, KeyboardInterrupt):
-        console.log().print()
-        return None
+    """Return the next line, None at the end of input or after Ctrl-C twice."""
+    log = console.log()
+    for hint in ("\nCtrl-D or /quit leaves; so does Ctrl-C once more", ""):
+        try:
+            return log.input(Text("\n> ", "bold cyan")).strip()
+        except EOFError:
+            break
+        except KeyboardInterrupt as stop:
+            _pass_sigterm(stop)
+            log.print(Text(hint, "dim"))
+    log.print()
+    return None
+
+
+def _pass_sigterm(stop: KeyboardInterrupt) -> None:
+    """Raise `stop` again unless it is a Ctrl-C."""
+    if isinstance(stop, Terminated):
+        raise stop
 
 
 class Conversation:
@@ -84,13 +103,15 @@ class Conversation:
     ) -> None:
         self.llm, self.params, self.config, self.show_draft = llm, params, config, show_draft
         self.speculating = config is not None
-        self.beginning = [{"role": "system", "content": system}] if system else []
-        self.messages = list(self.beginning)
+        self.system = system
+        self.messages = list[dict[str, str]]()  # Without the system message
         self.total = SpeculationStats()
         self.answers = 0
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: console.log().print(HELP, markup=False),
             "/reset": self._reset,
+            "/system": self._system,
+            "/temperature": self._temperature,
             "/stats": self._stats,
             "/spec": self._spec,
             "/drafter": self._drafter,
@@ -112,14 +133,11 @@ class Conversation:
         return True
 
     def _answer(self, message: str) -> None:
+        beginning = [{"role": "system", "content": self.system}] if self.system else []
         messages = [*self.messages, {"role": "user", "content": message}]
         speculative: Any = self.config if self.speculating else False
-        chunks = self.llm.stream_chat(messages, self.params, speculative=speculative)
-        try:
-            output = session.print_stream(chunks, show_draft=self.show_draft)
-        except KeyboardInterrupt:
-            console.log().print(Text("\nstopped; the completion is forgotten", "dim"))
-            return
+        chunks = self.llm.stream_chat([*beginning, *messages], self.params, speculative=speculative)
+        output = session.print_stream(chunks, show_draft=self.show_draft)
         if output is None:
             return
         answer = output.outputs[0]
@@ -129,8 +147,19 @@ class Conversation:
         console.log().print(session.statistics_line(output))
 
     def _reset(self, _: str) -> None:
-        self.messages = list(self.beginning)
+        self.messages = []
         console.log().print(Text("forgotten", "dim"))
+
+    def _system(self, argument: str) -> None:
+        self.system = argument or None
+        console.log().print(Text("there is another system message" if argument else "no system message", "dim"))
+
+    def _temperature(self, argument: str) -> None:
+        try:
+            self.params = replace(self.params, temperature=float(argument))
+        except ValueError as error:  # Of float, or an ArgumentError about another number
+            raise ArgumentError(f"/temperature takes a number, 0 for greedy, got {argument!r}") from error
+        console.log().print(Text(session.describe_sampling(self.llm, self.params), "dim"))
 
     def _stats(self, _: str) -> None:
         total = self.total
@@ -155,13 +184,15 @@ class Conversation:
 
     def _drafter(self, argument: str) -> None:
         from forerun import SpeculativeConfig
-        from forerun.drafters import is_outside, methods
+        from forerun.drafters import entry_named, is_outside, methods
 
         if not argument:
             raise ArgumentError(
                 f"/drafter takes a name ({', '.join(methods())}) or a draft model's directory or hub id"
             )
         is_method = argument in methods() or is_outside(argument)
+        if not (is_method or "/" in argument or Path(argument).exists()) and nearest(argument, methods(), NEAR):
+            entry_named(argument)  # Raises
         named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
         self.config = named
