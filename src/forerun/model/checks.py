@@ -20,7 +20,7 @@ _HOLDS = {
     CONFIG: ("no config.json and no GGUF file", "a checkpoint of transformers, or one .gguf file"),
     ADAPTER: ("no adapter_config.json", "a PEFT adapter"),
 }
-"""What a directory lacks without a file, and what was expected of it."""
+"""A configuration's file maps to the words for a directory that lacks it, and for what was expected."""
 
 
 def check(name: str | Path, dtype: str, device: str | None = None, adapter: str | Path | None = None) -> None:
