@@ -95,27 +95,37 @@ def _takes_of_float32(dtype: torch.dtype) -> float:
     """Return the time of a training product in that dtype as a multiple of its time in float32,
     measured once and kept.
     """
-    return float(measure_once(f"products of training in {dtype}", lambda: _measure_takes(dtype)))
+    return float(measure_once(f"products of training in {dtype} on one thread", lambda: _measure_takes(dtype)))
 
 
 def _measure_takes(dtype: torch.dtype) -> float:
     """Measure that multiple, which takes some hundredths of a second."""
     ones = [(torch.ones(256, 768, dtype=kind), torch.ones(768, 768, dtype=kind)) for kind in (dtype, torch.float32)]
-    own, float32 = time_in_turns([partial(torch.matmul, *pair) for pair in ones], 3)
+    own, float32 = time_in_turns([partial(torch.matmul, *pair) for pair in ones], 3, threads=1)
     return min(own) / min(float32)
 
 
 @torch.inference_mode()
-def time_in_turns(runs: Sequence[Callable[[], object]], repeats: int) -> list[list[float]]:
+def time_in_turns(
+    runs: Sequence[Callable[[], object]], repeats: int, *, threads: int | None = None
+) -> list[list[float]]:
     """Return the seconds that each of these took, so many times. They take turns, so that other work on the machine
     affects all of them.
+
+    Args:
+        threads: None: torch's. On one thread the shortest times are right beside any other work; several wait for each
+            other as long as that takes one of their cores.
     """
-    times = [list[float]() for _ in runs]
-    for _ in range(repeats):
-        for taken, run in zip(times, runs, strict=True):
-            began = time.perf_counter()
-            run()
-            taken.append(time.perf_counter() - began)
+    times, before = [list[float]() for _ in runs], torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        for _ in range(repeats):
+            for taken, run in zip(times, runs, strict=True):
+                began = time.perf_counter()
+                run()
+                taken.append(time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
     return times
 
 

@@ -125,6 +125,27 @@ def test_products_are_those_of_states_in_8_bits(library: Any, kind: Type, biased
     assert torch.equal(bits(there), bits(whole))
 
 
+@pytest.mark.parametrize("kind", HALVES, ids=lambda kind: kind.name)
+def test_a_prompt_is_multiplied_in_bf16_by_amx_alone(library: Any, kind: Type) -> None:
+    """By the bits of panels, for any number of rows, threads and panels; elsewhere as a step is."""
+    tiles = bool(library.forerun_product_has(ProductKind.TILES))
+    way = ProductKind.TILES if tiles else ProductKind.WIDENED
+    states = torch.randn(max(COUNTS), 768).bfloat16()
+    for outputs in (16, 70):
+        rows, _ = stored(kind, outputs, 768)
+        packed = blocks.pack([rows], 768)
+        whole = (
+            products.multiply(states, blocks.expand(packed, outputs, 768), None, outputs, way)
+            if tiles
+            else products.call(library, way, states, packed, None, outputs, in_blocks=True)
+        )
+        for number in (1, 3):
+            torch.set_num_threads(number)
+            for count in COUNTS:
+                found = products.call(library, way, states[:count], packed, None, outputs, in_blocks=True, reads=True)
+                assert torch.equal(bits(found), bits(whole[:count])), (outputs, number, count)
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_stays_so(library: Any, wrong: float) -> None:
     """In its row alone."""

@@ -166,7 +166,7 @@ class TestHowBf16IsMultiplied:
                 return kind in seconds
 
         monkeypatch.setattr(products, "library", Library)
-        monkeypatch.setattr(products, "_seconds", lambda _, kinds: tried.extend(kinds) or seconds)
+        monkeypatch.setattr(products, "_seconds", lambda _, kinds, _counts: tried.extend(kinds) or seconds)
         return tried
 
     def test_the_fastest_is_taken_and_kept(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

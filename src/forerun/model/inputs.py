@@ -107,6 +107,7 @@ class Pass:
     paths: TreePaths | None = None  # None: every token counts the keys that it sees in the order of their slots
     exact: bool = False  # Whether attention follows `paths` even where that is dear: in reproducible mode
     rows: Tensor | None = None  # (B,) rows that attention selects among those of the cache; None: it is handed theirs
+    reads: bool = False  # Its tokens are a prompt's. No bits of theirs have to be those of a step
     prompt: object | None = None
     """An object that whole passes share from one over a prompt to the next: what is inside the model is looked at
     in the first of them. None: it is looked at in this pass, too.

@@ -664,7 +664,7 @@ class TransformersTarget(Target):
         """Run one pass of the base model: states (B, N, H) after the final norm, and those asked for."""
         inputs, this = self.build_inputs(rows, nodes, padded=padded, flat=flat, select=not self._folds)
         if not padded:
-            self._prompt = object()
+            self._prompt, this.reads = object(), not this.exact
         this.prompt = self._prompt
         with capture_states(self._layers, boundaries) as caught, running(this):
             states: Tensor = self._base(**inputs).last_hidden_state

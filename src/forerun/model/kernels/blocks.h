@@ -91,6 +91,18 @@ INLINE Lanes scales_of(Form f, Block b, int first, int least) {
 #endif
 }
 
+// The values of two neighbouring inputs, the first of which lie `shift` bits up in a line's words, as a line of bf16.
+INLINE void expand_pair(
+    const uint32_t *words, const int BITS, int shift, int offset, const float *scale, const float *least, uint32_t *to) {
+    for (int lane = 0; lane < LANES; lane++) {
+        int first = (int)(words[lane] >> shift) & ((1 << BITS) - 1);
+        int second = (int)(words[lane] >> (shift + 8)) & ((1 << BITS) - 1);
+        float one = fmaf((float)(first - offset), scale[lane], least[lane]);
+        float other = fmaf((float)(second - offset), scale[lane], least[lane]);
+        to[lane] = narrow(one) | (uint32_t)narrow(other) << 16;
+    }
+}
+
 // The values of a panel as lines of bf16.
 static void expand(const uint8_t *panel, int64_t type, int64_t inputs, uint16_t *out) {
     if (type == BF16) {
@@ -98,7 +110,8 @@ static void expand(const uint8_t *panel, int64_t type, int64_t inputs, uint16_t 
         return;
     }
     Form f = form_of(type);
-    int offset = offset_of(f), mask = (1 << f.bits) - 1;
+    int offset = offset_of(f);
+    uint32_t words[LANES], *to = (uint32_t *)out;
     Block b = {.next = panel};
     for (int64_t at = 0; at < inputs; at += f.inputs) {
         b = next_block(f, b, at);
@@ -108,12 +121,13 @@ static void expand(const uint8_t *panel, int64_t type, int64_t inputs, uint16_t 
             // A least value of -0 leaves every sum as it is
             store_lanes(least + part * WIDTH, f.least ? scales_of(f, b, part * WIDTH, 1) : all_lanes(-0.0f));
         }
-        for (int64_t input = 0; input < f.inputs; input++) {
-            const uint8_t *line = b.lines + input * f.bits / 32 * LINE + input % 4;
-            int shift = f.bits == 4 ? input / 4 % 2 * 4 : 0;
-            uint16_t *to = out + (at + input) / 2 * 2 * LANES + input % 2;
-            for (int lane = 0; lane < LANES; lane++)
-                to[2 * lane] = narrow(fmaf((float)((line[4 * lane] >> shift & mask) - offset), scale[lane], least[lane]));
+        for (int64_t line = 0; line < f.inputs * f.bits / 32; line++) {
+            memcpy(words, b.lines + line * LINE, LINE);
+            for (int shift = 0; shift < 32; shift += 16, to += LANES)
+                if (f.bits == 4) expand_pair(words, 4, shift, offset, scale, least, to);
+                else expand_pair(words, 8, shift, offset, scale, least, to);
+            for (int shift = 4; f.bits == 4 && shift < 32; shift += 16, to += LANES)
+                expand_pair(words, 4, shift, offset, scale, least, to);
         }
     }
 }

@@ -61,7 +61,7 @@ def _takes_of_bf16() -> float:
     for count in _TRIAL_ROWS:
         rows = torch.ones(count, depth, dtype=torch.bfloat16)
         ways = partial(multiply, rows, packed, None, outputs), partial(products.multiply, rows, panels, None, outputs)
-        blocks, plain = time_in_turns(ways, _REPEATS)
+        blocks, plain = time_in_turns(ways, _REPEATS, threads=1)
         in_blocks, in_bf16 = in_blocks + min(blocks), in_bf16 + min(plain)
     return in_blocks / in_bf16
 
@@ -109,11 +109,13 @@ def dequantise(rows: StoredRows, depth: int) -> Tensor:
     return products.unpack(expand(pack([rows], depth), outputs, depth), outputs, depth)
 
 
-def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int) -> Tensor:
+def multiply(rows: Tensor, packed: Tensor, bias: Tensor | None, outputs: int, *, reads: bool = False) -> Tensor:
     """Multiply (M, depth) in bf16, rounded to 8 bits as `blocks.h` says, by such weights and add the bias (outputs,):
-    (M, outputs). What a row gets depends on that row alone, to the bit.
+    (M, outputs). What a row gets depends on that row alone, to the bit, and with AMX on `reads`: rows of a prompt are
+    not rounded there, and are multiplied by the weights in bf16.
     """
-    return products.call(_library(), products.kind_of(rows.dtype), rows, packed, bias, outputs, in_blocks=True)
+    kind = products.kind_of(rows.dtype)
+    return products.call(_library(), kind, rows, packed, bias, outputs, in_blocks=True, reads=reads)
 
 
 def _library() -> Any:

@@ -128,7 +128,7 @@ class _LayerRun(_Run):
         stores, places = self.slots(states, cache)
         tokens = states.shape[:-1].numel()
         room = self.rooms.of(self.parts[0], tokens, states.dtype, self.kind)
-        self.calls.begin(room, tokens, angles, places, stores)
+        self.calls.begin(room, tokens, angles, places, stores, reads=current().reads)
         asked = self._asked(states, cache, mask)
         if asked is not None:
             return self.calls.run(states, asked, wanted)

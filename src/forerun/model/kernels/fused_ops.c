@@ -208,6 +208,7 @@ typedef struct {
     Attend attend;
     int64_t tokens, slots;
     int64_t keys_from, values_from;    // entries of the stores before those that attention reads
+    int64_t reads;                     // whether the tokens are a prompt's
     int32_t threads;
 } Pass;
 
@@ -225,6 +226,7 @@ static Placing placing_of(const Layer *l, const Pass *p) {
 static void multiply(const Pass *p, Product product) {
     int64_t thread = omp_get_thread_num(), threads = omp_get_num_threads();
     product.rows = p->tokens;
+    if (product.blocks && p->reads) product.blocks = IN_BLOCKS_READING;
     if (product.kind == WIDENED) {
         widen_states(&product, thread, threads);
 #pragma omp barrier

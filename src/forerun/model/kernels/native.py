@@ -228,7 +228,7 @@ class _Pass(ctypes.Structure):
 
     _fields_ = _fields(
         "states answer outputs attended cosine sine places attention multiply attend",
-        "tokens slots keys_from values_from",
+        "tokens slots keys_from values_from reads",
         "",
     )
 
@@ -503,10 +503,17 @@ class Layers:
             self._room = None  # The arguments are filled in anew
 
     def begin(
-        self, room: LayerRoom, tokens: int, angles: tuple[Tensor, Tensor], places: Tensor, stores: Stores
+        self,
+        room: LayerRoom,
+        tokens: int,
+        angles: tuple[Tensor, Tensor],
+        places: Tensor,
+        stores: Stores,
+        *,
+        reads: bool = False,
     ) -> None:
-        """Announce a pass over so many tokens: their cosines and sines (.., D) and their `places`
-        (M,) in `stores`, as in `rope_and_write`.
+        """Announce a pass over so many tokens: their cosines and sines (.., D), their `places` (M,) in `stores`, as in
+        `rope_and_write`, and whether they are a prompt's.
         """
         if self._room is not room or self._stores is not stores:
             for layer, parts, pair in zip(self._layers, self._parts, stores, strict=True):
@@ -515,6 +522,7 @@ class Layers:
         this = self._pass
         this.cosine, this.sine, this.places = angles[0].data_ptr(), angles[1].data_ptr(), places.data_ptr()
         this.slots, this.tokens, this.threads = stores[0][0].shape[:2].numel(), tokens, torch.get_num_threads()
+        this.reads = reads
 
     def _fill(self, layer: _Layer, parts: LayerParts, stores: tuple[Tensor, Tensor], room: LayerRoom) -> None:
         """Fill in the arguments that stay from pass to pass."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from forerun.devices import multiplies, one_dnn
+from forerun.model.inputs import current
 from forerun.model.kernels import blocks, products
 from forerun.model.kernels.blocks import StoredRows
 
@@ -130,7 +131,7 @@ class BlockWeight(PanelWeight):
     def _product(self, rows: Tensor) -> Tensor:
         if rows.requires_grad and torch.is_grad_enabled():
             return super()._product(rows)
-        return blocks.multiply(rows, self.packed, self.bias, sum(self.sizes))
+        return blocks.multiply(rows, self.packed, self.bias, sum(self.sizes), reads=current().reads)
 
     def matrix(self) -> Tensor:
         return products.unpack(self.panels(), sum(self.sizes), self.in_features)

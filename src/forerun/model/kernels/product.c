@@ -49,8 +49,8 @@ enum { PARTS = LANES / WIDTH, ROW_BLOCK = 64, LINES = 96, HELD = 1 << 19, WORTH 
 INLINE uint16_t narrow(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
-    if (value != value) return (uint16_t)(bits >> 16 | 0x40);
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    uint32_t rounded = bits + 0x7fff + (bits >> 16 & 1);
+    return (uint16_t)((value != value ? bits | 0x400000 : rounded) >> 16);
 }
 
 #include "blocks.h"
@@ -322,6 +322,24 @@ static void *room_of(int64_t size) {
     return room.at;
 }
 
+#ifdef __AMX_BF16__
+// All rows with `count` panels in blocks from `panel` on, two at a time as panels of bf16.
+static void by_expanded_tiles(const Product *p, int64_t panel, int64_t count) {
+    int64_t size = p->depth * LANES;
+    uint16_t *room = room_of(2 * size * (int64_t)sizeof *room);
+    for (int64_t end = panel + count; panel < end; panel += 2) {
+        int64_t some = end - panel < 2 ? 1 : 2;
+        for (int64_t one = 0; one < some; one++) {
+            const Panel *at = (const Panel *)p->weights + panel + one;
+            expand((const uint8_t *)p->weights + at->at, at->type, p->depth, room + one * size);
+        }
+        Product shown = *p;
+        shown.weights = room - panel * size;
+        by_tiles(&shown, 0, p->rows, panel, some);
+    }
+}
+#endif
+
 // `count` rows from `row` on with one panel in blocks.
 static void by_blocks(const Product *p, int64_t row, int64_t count, States states, int64_t panel) {
     __attribute__((aligned(64))) float sums[MOST_ROWS * LANES];
@@ -350,8 +368,9 @@ void forerun_product_part(const Product *p, int64_t thread, int64_t threads) {
     int64_t panels = (p->outputs + LANES - 1) / LANES;
     int64_t begin = panels * thread / threads, end = panels * (thread + 1) / threads;
 #ifdef __AMX_BF16__
-    if (p->kind == TILES_OF_AMX && !p->blocks) {
-        by_tiles(p, 0, p->rows, begin, end - begin);
+    if (p->kind == TILES_OF_AMX && p->blocks != IN_BLOCKS) {
+        if (p->blocks) by_expanded_tiles(p, begin, end - begin);
+        else by_tiles(p, 0, p->rows, begin, end - begin);
         return;
     }
 #endif

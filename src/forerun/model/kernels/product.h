@@ -14,6 +14,7 @@ enum { LANES = 16 };
 
 enum { STEP = 32 };    // The depth of bf16 is a multiple of it
 enum { FLOAT32, WIDENED, DOTS, TILES_OF_AMX };
+enum { IN_PANELS, IN_BLOCKS, IN_BLOCKS_READING };    // The last: of a prompt's tokens, where tiles multiply in bf16
 
 typedef struct {
     const void *states;      // (rows, depth), contiguous
@@ -23,7 +24,7 @@ typedef struct {
     float *wide;             // (rows, depth) states in float32, for WIDENED
     int64_t rows, depth, outputs;
     int32_t kind;
-    int32_t blocks;    // Whether weights are as in `blocks.h`
+    int32_t blocks;    // How the weights lie, `IN_PANELS` or as in `blocks.h`
 } Product;
 
 // One thread's share of a product; `wide` has been filled.

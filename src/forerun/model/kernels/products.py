@@ -28,7 +28,8 @@ BASE: tuple[str, ...] = ("-O3", "-std=gnu11", "-fopenmp", "-shared", "-fPIC", "-
 AVX512 = (*BASE, "-mavx512f", "-mavx512bw", "-mavx512vl")
 INTEGER_DOTS = (*AVX512, "-mavx512vnni")
 DOT_PRODUCTS = (*INTEGER_DOTS, "-mavx512bf16")
-_TRIALS = ((1, 1024, 4096), (8, 1024, 4096))  # Rows, depth and outputs of the products that are timed
+_TRIAL = 1024, 4096  # Depth and outputs of the products that are timed
+_FEW, _MANY = (1, 8), 64  # Their rows: a step's, and a prompt's
 _REPEATS = 25  # Among other work a product is often interrupted, and seldom in all of these turns
 _MUCH = 1.1  # Times that bf16 takes of float32's from which on float32 is the faster one
 _CLEARLY = 0.9  # Another way than the first that a machine has must take at most this much of its time
@@ -156,8 +157,11 @@ def call(
     outputs: int,
     *,
     in_blocks: bool,
+    reads: bool = False,
 ) -> Tensor:
-    """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked."""
+    """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked. With
+    `reads` the rows are of a prompt: AMX then multiplies blocks in bf16, too.
+    """
     rows = rows.contiguous()
     out = rows.new_empty(len(rows), outputs)
     biases = None if bias is None else bias.contiguous()
@@ -167,7 +171,7 @@ def call(
         None if biases is None else biases.data_ptr(),
         out.data_ptr(),
         *(*rows.shape, outputs),
-        *(kind, in_blocks, torch.get_num_threads()),
+        *(kind, in_blocks + (in_blocks and reads), torch.get_num_threads()),
     )
     return out
 
@@ -194,7 +198,7 @@ def kind_of(dtype: torch.dtype) -> ProductKind:
 
 def _fastest(lib: ctypes.CDLL, kinds: Sequence[ProductKind]) -> ProductKind:
     """Return the kind with the shortest times; a later one only if it is clearly faster."""
-    taken = _seconds(lib, kinds) if len(kinds) > 1 else {}
+    taken = _seconds(lib, kinds, (*_FEW, _MANY)) if len(kinds) > 1 else {}
     best = kinds[0]
     for kind in taken:
         if taken[kind] < taken[best] * _CLEARLY:
@@ -219,22 +223,23 @@ def _takes_of_float32() -> float:
     assert lib is not None, "ready() is asked first"
 
     def ratio() -> float:
-        taken = _seconds(lib, (kind, ProductKind.FLOAT32))
+        taken = _seconds(lib, (kind, ProductKind.FLOAT32), _FEW)
         return taken[kind] / taken[ProductKind.FLOAT32]
 
     return float(measure_once(f"few rows in bf16 by {kind.name}, kernels {compiling.version()}", ratio))
 
 
-def _seconds(lib: ctypes.CDLL, kinds: Sequence[ProductKind]) -> dict[ProductKind, float]:
-    """Return the time of a few products in each way, the shortest of several runs, added up."""
+def _seconds(lib: ctypes.CDLL, kinds: Sequence[ProductKind], counts: Sequence[int]) -> dict[ProductKind, float]:
+    """Return the time of products of so many rows in each way, the shortest of several runs, added up."""
     total = dict.fromkeys(kinds, 0.0)
-    for count, depth, outputs in _TRIALS:
+    depth, outputs = _TRIAL
+    for count in counts:
         runs = []
         for kind in kinds:
             dtype = torch.float32 if kind is ProductKind.FLOAT32 else torch.bfloat16
             rows = torch.ones(count, depth, dtype=dtype)
             panels = pack(torch.ones(outputs, depth, dtype=dtype))
             runs.append(partial(_multiply, lib, kind, rows, panels, None, outputs))
-        for kind, taken in zip(kinds, time_in_turns(runs, _REPEATS), strict=True):
+        for kind, taken in zip(kinds, time_in_turns(runs, _REPEATS, threads=1), strict=True):
             total[kind] += min(taken)
     return total
