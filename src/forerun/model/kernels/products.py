@@ -159,8 +159,10 @@ def call(
     in_blocks: bool,
     reads: bool = False,
 ) -> Tensor:
-    """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked. With
-    `reads` the rows are of a prompt: AMX then multiplies blocks in bf16, too.
+    """Multiply rows (M, depth) by weights of that depth, in panels or in blocks (``blocks.h``); nothing is checked.
+
+    Args:
+        reads: the rows are of a prompt: AMX then multiplies blocks in bf16, too.
     """
     rows = rows.contiguous()
     out = rows.new_empty(len(rows), outputs)
