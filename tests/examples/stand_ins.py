@@ -40,6 +40,7 @@ WORDS = {
     "--draft-vocab-size 4096": "--draft-vocab-size 400",
     "[:600]": "[:3]",
     "1_000_000": "5_000",
+    "training.seconds=3300": "training.steps=1",
 }
 """What is printed -> what it is run with."""
 
@@ -65,6 +66,7 @@ ONLY_PARSED = {
     r"^(\S+/)?forerun demo( --prompt-name edit -t 0)?\s*(#|$)": "downloads a real model; tests/real runs it",
     r"^forerun speedup ": "takes its whole budget of time; tests/speedup runs it",
     r"^forerun certify --server ": "asks a server hundreds of times; tests/certify runs it",
+    r"^forerun serve .* --chat-template hermes": "the demo model has no such marks; tests/serve has",
     r"^forerun doctor .* --run ": "runs vLLM; tests/deploy/test_trial.py stands in for it",
 }
 """Pattern of a command -> why it is given to its parser and to nobody else."""
@@ -93,7 +95,7 @@ def talk(question: str, answer: str) -> str:
 CODE = "import os\n\n\ndef add(a, b):\n    return a + b\n" * 12
 TALKS = talk("Write f.", "import os\nprint(os.sep)\n" * 8) + talk("Write g.", CODE)
 TEXTS = {
-    **dict.fromkeys(("prompts.jsonl", "completions.jsonl", "chats.jsonl", "corpus.jsonl", "mt_bench.jsonl"), TALKS),
+    **{f"{name}.jsonl": TALKS for name in ("prompts", "train_prompts", "completions", "chats", "corpus", "mt_bench")},
     **dict.fromkeys(("notes.txt", "question.txt", "task.txt", "old.py"), CODE),
     "yesterday.json": json.dumps({"loads": [{"load": "1 user"}]}),
     "recipe.yaml": "target: demo\ndata: data/train\noutput: runs/recipe\n",
