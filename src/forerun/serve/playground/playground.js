@@ -4,51 +4,21 @@
 const at = (id) => document.getElementById(id);
 const saved = window.SAVED_RESULT || null;
 const SIDES = ["plain", "fast"];
+const COLOURS = { ngram: "d0", suffix: "d1", prediction: "d2", recycling: "d4", rest: "d5" };
+const colourOf = (drafter) => COLOURS[drafter] || "d3"; // Heads and draft models, of which a server has one
 let result = null, player = null, stopping = null;
 let remembered = 0; // Answers that the drafter's warm memory holds
 const repeated = new Map(); // Tokens per pass of each run of a question, by all that was asked
 const newSalt = () => `playground-${Math.random().toString(36).slice(2)}`;
 const WARM = newSalt();
 
-const FUNCTION = `def read_table(path, rows=None):
-    """Return all lines of a table, each a list of its cells."""
-    if rows is None:
-        rows = []
-    with open(path, newline="") as file:
-        for line in file:
-            cells = line.rstrip().split(",")
-            if not cells:
-                continue
-            rows.append(cells)
-    if not rows:
-        raise ValueError(f"nothing in {path}")
-    return rows`;
+const LETTER = "Dear Mr Smith, thank you for you letter of 3 May. We has looked into the matter and found that the parcel were sent to the wrong adress. We are very sorry for this mistake. A new parcel will be send to you today, and it should arive on Friday.";
 const ARTICLE = `The lighthouse of Port Ellis was built in 1846 from grey granite. It stands 31 metres high, and its lamp can be seen from 18 miles away. The first keeper was Anna Reed, who lived there with her two sons until 1871. In 1903 a storm broke the lamp, and the keeper burned his own furniture to keep a fire alight. The tower has been empty since 1984, when the lamp became automatic, and it opened as a museum in 1992.`;
 const EXAMPLES = [
   {
-    name: "Edit code", expect: "the completion repeats the prompt: drafting pays most", temperature: 0,
-    chat: `Rename \`rows\` to \`items\` in this function, and show the whole function:\n\n\`\`\`python\n${FUNCTION}\n\`\`\``,
-    text: `"""Read and write small tables."""
-
-import csv
-import io
-
-
-class Table:
-    """Rows of cells, with a header."""
-
-    def __init__(self, header, rows=()):
-        self.header = list(header)
-        self.rows = [list(row) for row in rows]
-
-    def append(self, row):
-        """Add a row; it must be as long as the header."""
-        if len(row) != len(self.header):
-            raise ValueError(f"expected {len(self.header)} cells, got {len(row)}")
-        self.rows.append(list(row))
-
-    def column(self, name):
-`,
+    name: "Correct a letter", expect: "the completion repeats the prompt: drafting pays most", temperature: 0,
+    chat: `Correct the spelling and grammar mistakes in this letter:\n\n${LETTER}`,
+    text: `${LETTER}\n\nThe same letter, without its mistakes:\n\nDear Mr Smith, thank you`,
   },
   {
     name: "Summarise a text", expect: "names and phrases come back: it pays somewhat", temperature: 0,
@@ -151,16 +121,23 @@ async function run() {
     repeated.set(question, result.runs);
     say("");
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped. What was written until then is compared.");
+    if (error.name === "AbortError") say(stopped(result));
     else say(error.message, true);
   } finally {
     busy(false);
     note();
     if (result.fast.moments.length > 1) show(result);
-    else for (const side of SIDES) at(side).dataset.waiting = "";
+    else at("fast").dataset.waiting = "speculative decoding did not run";
     if (!result.plain.moments.length) at("result").hidden = true; // The prompt was refused
   }
 }
+
+const stopped = ({ plain, fast }) => {
+  if (fast.moments.length > 1) return "Stopped. What was written until then is compared.";
+  if (plain.finished) return "Stopped as speculative decoding began: there is nothing to compare yet.";
+  if (!plain.moments.length) return "Stopped before anything was written.";
+  return "Stopped during plain decoding: speculative decoding did not run, so there is nothing to compare.";
+};
 
 function busy(running) {
   at("run").disabled = running;
@@ -226,7 +203,7 @@ function origins(answer) {
     found.set(name, { name, passes: one.passes + 1, accepted: one.accepted + acceptedIn(moment),
       drafted: one.drafted + moment.nodes.filter((node) => !node.probe).length });
   }
-  return [...found.values()];
+  return [...found.values()].sort((one, other) => (colourOf(one.name) + one.name).localeCompare(colourOf(other.name) + other.name));
 }
 
 // --- showing ----------------------------------------------------------------------------------------------------------
@@ -258,7 +235,9 @@ function tell(found) {
     at(`${side}-count`).textContent = passes ? `${counted(tokens)}, ${counted(passes, "pass")}` : "";
   }
   if (numbers.fast.passes > 1) at("lead-figure").textContent = numbers.fast.tokensPerPass.toFixed(2);
-  at("verdict").textContent = numbers.fast.passes > 1 ? verdict(numbers, speedUp(found)) : "Plain decoding: a pass of the model for each token.";
+  at("verdict").textContent = numbers.fast.passes > 1 ? verdict(found) : "Plain decoding: a pass of the model for each token.";
+  const drafters = origins(found.fast).map(({ name }) => made("span", { class: `token accepted ${colourOf(name)}` }, name));
+  at("drafters").replaceChildren(...drafters.flatMap((chip) => [chip, " "]), drafters.length ? "drafted, and accepted by the model" : "nothing drafted yet");
   at("facts").replaceChildren(...facts(found, speedUp(found)).map(([text, kind]) => made("li", { class: kind }, text)));
 }
 
@@ -287,11 +266,20 @@ function spread(runs) {
 
 const speedUp = (found) => (found.fast.moments.length > 1 ? figures(found.fast).perSecond / figures(found.plain).perSecond : NaN);
 const NOISE = 0.05; // Two runs of the same thing differ by that much
+const passRatio = (found) => figures(found.fast).msPerPass / figures(found.plain).msPerPass;
 
-function verdict({ plain, fast }, faster) {
-  const pace = Math.abs(faster - 1) <= NOISE ? "no faster and no slower" : `${faster.toFixed(2)} x as fast`;
-  return `The model wrote ${counted(fast.tokens)} in ${counted(fast.passes, "pass")} instead of ${fast.tokens}. ` +
-    `A pass took ${(fast.msPerPass / plain.msPerPass).toFixed(2)} x as long as a plain one, drafting included, so the text came ${pace}.`;
+// What drafting changed: it makes no pass cheaper, so a pass that took less time than a plain one did so by chance, and
+// so did every pass of a run without drafts.
+const gain = (found) => (figures(found.fast).drafted ? speedUp(found) * Math.min(1, passRatio(found)) : 1);
+const isNoise = (found) => Math.abs(gain(found) - 1) <= NOISE;
+
+function verdict(found) {
+  const { tokens, passes, drafted } = figures(found.fast), ratio = `${passRatio(found).toFixed(2)} x`;
+  const wrote = `The model wrote ${counted(tokens)} in ${counted(passes, "pass")}` + (passes < tokens ? ` instead of ${tokens}. ` : ", one for each. ");
+  if (!drafted) return `${wrote}Nothing was drafted, so what differs between the speeds is the noise of one run.`;
+  const pace = isNoise(found) ? "no faster and no slower" : `${speedUp(found).toFixed(2)} x as fast`;
+  const took = passRatio(found) < 1 ? `A pass took as long as a plain one (${ratio}, within the noise of one run)` : `A pass took ${ratio} as long as a plain one, drafting included`;
+  return `${wrote}${took}, so the text came ${pace}.`;
 }
 
 // What is true of both runs; the last two are known before they have begun.
@@ -305,7 +293,7 @@ function facts(found, faster) {
   const setting = [[memory, found.memory === "cold" ? "" : "bad"], [`${found.drafter}, ${found.measured}, one run after the other`, ""]];
   if (!Number.isFinite(faster)) return setting;
   return [
-    [`${faster.toFixed(2)} x the speed of plain decoding`, faster > 1 + NOISE ? "good" : faster < 1 - NOISE ? "bad" : ""],
+    [`${faster.toFixed(2)} x the plain speed${isNoise(found) ? ", within noise" : ""}`, isNoise(found) ? "" : gain(found) > 1 ? "good" : "bad"],
     same ? ["same text, token by token", "good"]
       : found.temperature === 0 ? ["different text", "bad"]
         : lossy ? [`another distribution: the rule ${lossy.step.rule} is lossy`, "bad"] : ["sampled: another text of the same distribution", ""],
@@ -315,10 +303,7 @@ function facts(found, faster) {
   ];
 }
 
-const tint = (moment) => {
-  const index = origins(result.fast).findIndex((one) => one.name === (moment.step && moment.step.drafter));
-  return moment.nodes.length && index >= 0 ? `d${index % 4}` : "";
-};
+const tint = (moment) => (moment.nodes.length ? colourOf(moment.step.drafter) : "");
 
 function append(side, moment) {
   const pane = at(side), colour = tint(moment), number = result[side].moments.indexOf(moment);
@@ -346,7 +331,7 @@ function shown(text, kind, moment, node) {
 
 function hintOf(kind, moment, node) {
   const { step, ms } = moment;
-  const lines = [kind + (step ? `, pass ${step.step + 1}, ${ms.toFixed(1)} ms` : ", by the pass over the prompt")];
+  const lines = [(kind === "target" ? "plain" : kind) + (step ? `, pass ${step.step + 1}, ${ms.toFixed(1)} ms` : ", by the pass over the prompt")];
   if (node) lines.push(`drafted by ${step.drafter}`);
   if (node && node.draft_prob !== null) lines.push(`draft probability ${node.draft_prob.toFixed(3)}`);
   if (node && node.target_prob !== null) lines.push(`target probability ${node.target_prob.toFixed(3)}`);
@@ -358,26 +343,27 @@ function drawOrigins(answer) {
   const own = tokens - sum(found.map((one) => one.accepted));
   const share = (count) => `${((100 * count) / tokens).toFixed(0)} %`;
   const stack = made("div", { id: "stack", "aria-hidden": true }, made("i", { style: `flex:${own}` }),
-    ...found.filter((one) => one.accepted).map((one) => made("i", { style: `flex:${one.accepted}`, class: `d${found.indexOf(one) % 4}` })));
+    ...found.filter((one) => one.accepted).map((one) => made("i", { style: `flex:${one.accepted}`, class: colourOf(one.name) })));
   const line = (kind, cells) => made("tr", {}, ...cells.map((cell, index) => made("td", index === 2 ? { class: "share" } : {}, ...(index ? [] : [made("i", { class: `swatch ${kind}` })]), `${cell}`)));
   const head = made("tr", {}, ...["", "tokens", "share", "drafted", "accepted", "passes"].map((name) => made("th", { scope: "col", class: name }, name)));
   at("origins").replaceChildren(stack, made("table", {}, head, line("", ["the model", own, share(own), "", "", passes]),
-    ...found.map((one, index) => line(`d${index % 4}`, [one.name, one.accepted, share(one.accepted), one.drafted,
+    ...found.map((one) => line(colourOf(one.name), [one.name, one.accepted, share(one.accepted), one.drafted,
       one.drafted ? `${Math.round((100 * one.accepted) / one.drafted)} %` : "", one.passes]))));
 }
 
 // What is worth trying next, by what was just seen: [why, what the button says, what it changes].
 function advice(found, offered) {
-  const fast = figures(found.fast), faster = speedUp(found), options = [];
+  const fast = figures(found.fast), faster = gain(found), options = [];
+  const drafts = sum(origins(found.fast).map((one) => one.passes));
   const depth = Math.max(0, ...found.fast.moments.map((moment) => moment.nodes.length ? moment.tokens.length : 0));
-  if (fast.drafted && faster < 1 - NOISE)
+  if (fast.drafted > 3 * drafts && fast.drafted >= fast.passes && faster < 1 - NOISE)
     options.push(["The passes got longer by more than the drafts saved. Draft less per pass.", "Draft at most 3", { count: 3 }]);
   if (found.drafter !== "auto" && offered.includes("auto") && faster < 2)
     options.push(["Another drafter may know more of this text. auto chooses among those that copy, or none, by what passes cost here.", "Run with auto", { drafter: "auto" }]);
   if (found.count && depth > found.count && faster > 1)
     options.push([`Whole drafts of ${found.count} were accepted. Longer ones may bring more.`, "No limit", { count: "" }]);
   if (found.temperature > 0 && fast.accepted < fast.drafted / 2)
-    options.push([`At temperature ${found.temperature} a guess is right less often: the model itself throws dice.`, "Temperature 0", { temperature: 0 }]);
+    options.push([`At temperature ${found.temperature} a draft is accepted less often: the model samples.`, "Temperature 0", { temperature: 0 }]);
   if (fast.tokensPerPass < 1.2 && !Object.values(EXAMPLES[0]).includes(at("prompt").value))
     options.push(["This completion repeats little that could be copied. See one that does.", `Run “${EXAMPLES[0].name}”`, { example: 0 }]);
   if (found.memory === "cold" && fast.drafted)
@@ -464,7 +450,7 @@ function drawTree(moment) {
     const lines = folds(node.parent) === folds(index) ? [[from, to]] : [[from, { ...from, x: from.x + 14 }], [{ ...to, x: to.x - 8 }, to]];
     for (const [one, other] of lines) parts.push(svg("line", { x1: one.x, y1: one.y, x2: other.x, y2: other.y, class: kind }));
   });
-  nodes.forEach((node, index) => parts.push(box(x(index), y(index), index ? node.text : "root", index ? (node.accepted ? "accepted" : "rejected") : "", index ? hintOf(node.accepted ? "accepted" : "rejected", moment, node) : "")));
+  nodes.forEach((node, index) => parts.push(box(x(index), y(index), index ? node.text : "root", index ? (node.accepted ? `accepted ${tint(moment)}` : "rejected") : "", index ? hintOf(node.accepted ? "accepted" : "rejected", moment, node) : "")));
   const deepest = Math.max(...depth);
   if (ended) {
     const end = Math.max(0, ...nodes.map((node, index) => (node.accepted ? index : 0)));
