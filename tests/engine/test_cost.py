@@ -99,21 +99,6 @@ class TestCostModel:
         cost = model_of(stairs=False).with_draft("ngram:{}", DraftCost(fixed_ms=0.5, level_ms=0.25))
         assert TypeAdapter(CostModel).validate_python(json.loads(json.dumps(asdict(cost)))) == cost
 
-    @pytest.mark.parametrize(
-        "wrong",
-        [
-            {"nodes": (2, 4, 8)},
-            {"nodes": (1, 4, 2)},
-            {"rows": (1,)},
-            {"contexts": ()},
-            {"pass_times_ms": (PLANE, ((1.0, 2.0), (1.0, 2.0)))},
-            {"pass_times_ms": (PLANE, ((0.0, 1.0, 1.0), (1.0, 1.0, 1.0)))},
-        ],
-    )
-    def test_nonsense_is_refused(self, wrong: dict[str, Any]) -> None:
-        with pytest.raises(ArgumentError):
-            model_of(**wrong)
-
     def test_impossible_passes_and_drafts_are_refused(self) -> None:
         for arguments in ((0, 1, 0), (1, 0, 0), (1, 1, -1)):
             with pytest.raises(ArgumentError):
@@ -213,7 +198,7 @@ class TestStore:
         text = path.read_text()
         kept = json.loads(text)
         kept["format" if damage == "another format" else "identity"] = 0
-        kept["sha256"] = hash_json({key: kept[key] for key in ("format", "identity", "grid", "cost")})
+        kept["checksum"] = hash_json({key: kept[key] for key in ("format", "identity", "grid", "cost")})
         damaged = {
             "cut": text[: len(text) // 2],
             "changed": text.replace('"stairs": false', '"stairs": true'),

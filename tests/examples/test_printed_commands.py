@@ -40,7 +40,7 @@ from forerun.certify import checks as certifying
 from forerun.cli import build_app, demo, leaderboard, main
 from forerun.control import measuring
 from forerun.drafters import DRAFTERS, DrafterEntry
-from forerun.drafters.self_drafting.tuning import Probe
+from forerun.drafters.self_drafting import tuning
 from forerun.plan import measured
 from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
@@ -312,7 +312,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Iterator[set[tuple[str, ..
         patch.setattr(leaderboard, "COPYING", {"suffix": {"method": "suffix"}})
         patch.setitem(measuring.load_or_measure.__kwdefaults__, "seconds", 0.3)
         patch.setitem(measured.measure_draft.__kwdefaults__, "steps", 8)
-        patch.setitem(Probe.costs.__kwdefaults__, "repeats", 1)
+        patch.setattr(tuning, "REPEATS", 1)
         yield set()
 
 

@@ -92,20 +92,16 @@ def calibrate(
 
 def _drafter(llm: LLM, cost: CostModel, config: SpeculativeConfig, tell: Callable[[str], None]) -> CostModel:
     from forerun import demo
-    from forerun.decode.drafter import DrafterSetup
-    from forerun.drafters import build
-    from forerun.plan.measured import depth_of, measure_draft, save_draft_cost
+    from forerun.plan.measured import build_beside, depth_of, measure_draft, save_draft_cost
 
     tell(f"drafts of {config.method}")
-    target = llm.target
-    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
-    drafter = build(config.method, config.drafter_options, setup)
+    drafter = build_beside(llm, config.method, config.drafter_options)
     if llm.tokenizer is None:
         raise ArgumentError("a drafter is timed on a text, for which the model's tokenizer is missing")
     source = "\n".join(prompt.text[:4000] for prompt in demo.prompts()[:1])
     longest = min(TEXT_TOKENS, llm.max_model_len // 2)
     ids = llm.tokenizer.encode(source, add_special_tokens=False)[:longest]
-    return save_draft_cost(llm, cost, config, measure_draft(target, drafter, ids, depth=depth_of(config)))
+    return save_draft_cost(llm, cost, config, measure_draft(llm.target, drafter, ids, depth=depth_of(config)))
 
 
 def show_cost(cost: CostModel, where: str, config: SpeculativeConfig | None) -> None:

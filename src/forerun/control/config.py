@@ -86,7 +86,7 @@ class SpeculativeConfig:
     def with_model(self, model: str) -> SpeculativeConfig:
         """Return a copy in which `model`, a directory, replaces the configuration's only model, which may be that of a
         member in ``drafters``. Raises ArgumentError if it has none or several."""
-        members = [dict(member) for member in _members(self)]
+        members = [dict(member) for member in members_of(self.named)]
         options = {**self.options, "drafters": members} if members else dict(self.options)
         holders = [holder for holder in (options, *members) if holder.get("model") is not None]
         if len(holders) != 1:
@@ -220,7 +220,7 @@ def greedy_with_seed(config: SpeculativeConfig) -> bool:
 
 
 def _named(config: SpeculativeConfig) -> list[SpeculativeConfig]:
-    named = [_like(config, member) for member in _members(config)]
+    named = [_like(config, member) for member in members_of(config.named)]
     if (model := config.options.get("model")) is not None:
         named.append(_like(config, {"method": method_of(model), "model": model}))
     if any(arm.method == AUTO for arm in named):
@@ -277,17 +277,18 @@ def method_of(model: Any) -> str:
 
 def _all_options(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
     """Return the options of a configuration, method included, and those of each member of a combined drafter."""
-    return [{**config.options, "method": config.method}, *_members(config)]
+    return [{**config.options, "method": config.method}, *members_of(config.named)]
 
 
-def _members(config: SpeculativeConfig) -> list[Mapping[str, Any]]:
-    """Return the options of each member in option ``drafters``, method included. Raises ArgumentError if that is no
-    list of names or configurations.
+def members_of(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the options of each member in a combined drafter's option ``drafters``, method included. Raises
+    ArgumentError if that is no list of names or configurations.
     """
-    members = config.options.get("drafters", ())
+    members = options.get("drafters", ())
     if not isinstance(members, list | tuple) or not all(isinstance(member, str | Mapping) for member in members):
         raise ArgumentError(
-            f'{config.method}: drafters is a list of names or configurations such as {{"method": "rest", ...}}'
+            f'{options.get("method")}: drafters is a list of names or configurations such as {{"method": "suffix"}}, '
+            f"got {members!r}"
         )
     return [{"method": member} if isinstance(member, str) else member for member in members]
 

@@ -81,20 +81,6 @@ class CostModel:
     sizes are interpolated.
     """
 
-    def __post_init__(self) -> None:
-        for name in ("nodes", "rows", "contexts"):
-            grid = getattr(self, name)
-            if not grid or list(grid) != sorted(set(grid)) or grid[0] < (0 if name == "contexts" else 1):
-                raise ArgumentError(f"{name} of a cost model must be rising positive numbers, got {grid}")
-        if self.nodes[0] != 1:
-            raise ArgumentError(f"a cost model needs the cost of a pass over one node, got sizes {self.nodes}")
-        lines = [line for plane in self.pass_times_ms for line in plane]
-        shape = [len(self.pass_times_ms), *{len(plane) for plane in self.pass_times_ms}, *{len(line) for line in lines}]
-        if shape != [len(self.contexts), len(self.rows), len(self.nodes)]:
-            raise ArgumentError("pass_times_ms must hold one time for each context, row count and node count")
-        if not all(time > 0 for line in lines for time in line):
-            raise ArgumentError("pass_times_ms must be positive")
-
     def pass_ms(self, nodes: float, rows: int = 1, context: int = 0) -> float:
         """Return the wall time of one pass, ms. Sizes between the measured ones are rounded up (`stairs`) or
         interpolated; rows and contexts are interpolated. Above the grid costs grow linearly; if only one row count was

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.control.costs import CostModel, Nominal, PassCost, along
 from forerun.errors import ArgumentError
-from forerun.writing import cache_root, hash_json, parse_json, replace_file
+from forerun.writing import cache_root, hash_json, read_sealed, write_sealed
 
 if TYPE_CHECKING:
     from forerun.model import Target
@@ -317,7 +317,8 @@ def file_of(target: Target) -> Path:
 
 def _place(target: Target) -> tuple[Path, Mapping[str, Any]]:
     """Return this target's file, and the identity that its name is made of."""
-    name, identity = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model", target.identity()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(target.name_or_path).name) or "model"
+    identity = json.loads(json.dumps(target.identity(), default=str))  # As it is read back
     return cache_root() / "cost" / f"{name}-{hash_json(identity)[:16]}.json", identity
 
 
@@ -329,15 +330,11 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
     from pydantic import TypeAdapter
 
     try:
-        stored = parse_json(path.read_text(encoding="utf-8"))
-        body = {key: stored[key] for key in ("format", "identity", "grid", "cost")}
-        identity_as_read = json.loads(json.dumps(identity, default=str))
-        if body["format"] != FORMAT or stored["sha256"] != hash_json(body) or body["identity"] != identity_as_read:
-            raise ValueError("its format, hash or identity is another's")
+        body = read_sealed(path, "it is written anew")
+        if body["format"] != FORMAT or body["identity"] != identity:
+            raise ValueError("its format or identity is another's")
         return TypeAdapter(tuple[dict[str, tuple[int, ...]], CostModel]).validate_python((body["grid"], body["cost"]))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         log.warning("%s is no cost model of this target (%r); measuring anew", path, error)
         return None
 
@@ -345,11 +342,8 @@ def _read(target: Target) -> tuple[Grid, CostModel] | None:
 def _write(target: Target, grid: Grid, cost: CostModel) -> Path:
     """Write the file atomically. An error is logged, not raised: without a cache everything still works."""
     path, identity = _place(target)
-    body = {"format": FORMAT, "identity": identity, "grid": grid, "cost": asdict(cost)}
     try:
-        with replace_file(path) as fresh:
-            text = json.dumps({**body, "sha256": hash_json(body)}, indent=1, default=str)
-            fresh.write_text(text + "\n", encoding="utf-8")
+        write_sealed(path, {"format": FORMAT, "identity": identity, "grid": grid, "cost": asdict(cost)})
     except OSError as error:
         log.warning("the cost model could not be kept in %s: %s", path, error)
     return path

@@ -234,8 +234,13 @@ class Policy:
         due = dict[int, list[int]]()
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.is_lookup and not arm.lookup_trials.due(self.steps)
-            if arm.is_lookup and not arm.drafter.idle and (rows := _rows_for_lookup(step, arm)):
-                due[index] = rows
+            may_draft = [
+                row
+                for row, depth in step.max_depths.items()
+                if depth > 0 and (step.rows[row].prediction or not arm.needs_prediction)
+            ]
+            if arm.is_lookup and not arm.drafter.idle and may_draft:
+                due[index] = may_draft
         if not due:
             return NO_LOOKUPS
         nodes = self._lookup_nodes(step.times)
@@ -514,15 +519,6 @@ class Policy:
             costs.saw_draft(key, accepted[0].depth, batch, draft_ms, unread=unread)
             host -= min(host, costs.reading_ms(key, unread))
         return host + trace.verify_ms
-
-
-def _rows_for_lookup(step: StepState, arm: Arm) -> list[int]:
-    """Return the rows that a lookup drafter may draft for."""
-    return [
-        row
-        for row, depth in step.max_depths.items()
-        if depth > 0 and (step.rows[row].prediction or not arm.needs_prediction)
-    ]
 
 
 # --- from a configuration ---------------------------------------------------------------------------------------------

@@ -125,14 +125,8 @@ class TokenTree:
 
     def copy(self) -> TokenTree:
         """Return a copy of the tree that can be modified."""
-        tree = TokenTree(self.tokens[0])
-        for name in _COLUMNS:
-            setattr(tree, name, list(getattr(self, name)))
-        tree.probes = set(self.probes)
+        tree = self.only(range(1, len(self.tokens)))
         tree.resume = self.resume
-        tree._twins = None
-        tree.draft_probs = dict(self.draft_probs)
-        tree.masses = dict(self.masses)
         return tree
 
     def seal(self) -> TokenTree:

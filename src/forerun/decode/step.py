@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -228,7 +228,10 @@ def _teach(
     def context(drafter: Drafter, members: Sequence[int]) -> DraftContext:
         key = tuple(members), drafter.requires
         if key not in shown:
-            shown[key] = _learning_context(rows, members, drafter.requires, verdicts, hidden_states)
+            chosen = [verdicts[index] for index in members]
+            states_read = {boundary: hidden_states[boundary] for boundary in drafter.requires}
+            committed = [len(verdict.path) + 1 for verdict in chosen]
+            shown[key] = context_for(rows, members, committed, _gather_states(states_read, members, chosen))
         return shown[key]
 
     for group in groups:
@@ -239,21 +242,6 @@ def _teach(
             drafter.observe(context(drafter, watched), [verdicts[index] for index in watched], scores.of(watched))
         if everyone:
             drafter.extend(context(drafter, everyone))
-
-
-def _learning_context(
-    rows: Sequence[Row],
-    members: Sequence[int],
-    boundaries: Set[Boundary],
-    verdicts: Sequence[Verdict],
-    hidden_states: Mapping[Boundary, Tensor],
-) -> DraftContext:
-    """Return the context after a step for a drafter that reads these boundaries."""
-    chosen = [verdicts[index] for index in members]
-    states_read = {boundary: hidden_states[boundary] for boundary in boundaries}
-    return context_for(
-        rows, members, [len(verdict.path) + 1 for verdict in chosen], _gather_states(states_read, members, chosen)
-    )
 
 
 def _gather_states(

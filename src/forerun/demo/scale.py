@@ -32,7 +32,7 @@ from forerun.heads.base import HeadConfig
 from forerun.heads.files import HeadCheckpoint, TargetFacts, expected_shapes, format_of, parse, read_files, write_head
 from forerun.model.load import weight_files
 from forerun.shipped import resolve
-from forerun.writing import cache_root, replace_folder
+from forerun.writing import cache_root, hash_file, hash_json, replace_folder
 
 CACHE = "scaled"  # Folder below `cache_root`
 SHARD_BYTES = 2**31
@@ -170,11 +170,8 @@ def content_hash(folder: Path, *made: Any) -> str:
     """Return a hash of a checkpoint's configuration and weights, and of what (as JSON) is made from
     them.
     """
-    digest = hashlib.sha256(json.dumps([FORMAT, *made], sort_keys=True).encode())
-    for path in [folder / "config.json", *sorted(folder.glob("*.safetensors"))]:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    files = [folder / "config.json", *sorted(folder.glob("*.safetensors"))]
+    return hash_json([FORMAT, *made, *map(hash_file, files)])
 
 
 def _write(scaled: ScaledModel, config: dict[str, Any], dtype: str) -> None:

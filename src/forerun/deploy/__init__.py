@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from forerun.control.config import members_of
 from forerun.drafters import drafter_class, is_outside
 from forerun.errors import ArgumentError
 
@@ -41,14 +42,8 @@ def list_methods(config: Mapping[str, Any]) -> Iterator[str]:
 def list_members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield a configuration and those that it is made of, however deep."""
     yield config
-    members = config.get("drafters", ())
-    if not isinstance(members, list | tuple) or not all(isinstance(member, str | Mapping) for member in members):
-        raise ArgumentError(
-            f'{config.get("method")}: drafters is a list of names or configurations such as {{"method": "suffix"}}, '
-            f"got {members!r}"
-        )
-    for member in members:
-        yield from list_members({"method": member} if isinstance(member, str) else member)
+    for member in members_of(config):
+        yield from list_members(member)
 
 
 def check_plugged(config: Mapping[str, Any], *, predictions: bool = False) -> None:

@@ -37,7 +37,7 @@ class HeadKind:
     format: str | None = None
     """``module:Class`` of the kind's own checkpoint format, a `heads.files.Format`; None: the kind shares a format that
     `heads.files` lists."""
-    engines: str | None = None  # ``module:Class`` of how serving engines load such heads, a `heads.engines.Engines`
+    engines: str | None = None  # ``module:NAME`` of how serving engines load such heads, a `heads.engines.Engines`
     drafts: Way
     """How the head drafts. ``sequential``: depth by depth through layers. ``recurrent``: depth by depth with weights
     for each depth. ``parallel``: all depths from one hidden state. ``block``: all depths in one pass over a block.
@@ -75,7 +75,7 @@ KINDS: dict[str, HeadKind] = {
             module=f"{_EAGLE}:EagleHead",
             drafter=f"{_EAGLE}:Eagle3Drafter",
             objective="forerun.heads.eagle:Eagle3Objective",
-            engines="forerun.heads.eagle_engines:EagleEngines",
+            engines="forerun.heads.eagle_engines:ENGINE_FACTS",
             drafts="sequential",
         ),
         HeadKind(
@@ -85,7 +85,7 @@ KINDS: dict[str, HeadKind] = {
             module=f"{_EAGLE}:EagleHead",
             drafter=f"{_EAGLE}:EagleDrafter",
             objective="forerun.heads.eagle:EagleObjective",
-            engines="forerun.heads.eagle_engines:EagleEngines",
+            engines="forerun.heads.eagle_engines:ENGINE_FACTS",
             drafts="sequential",
         ),
         HeadKind(
@@ -105,7 +105,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.peagle:PEagleDrafter",
             objective="forerun.heads.peagle:PEagleObjective",
             format="forerun.heads.peagle:PEagleFormat",
-            engines="forerun.heads.peagle:PEagleEngines",
+            engines="forerun.heads.peagle:ENGINE_FACTS",
             drafts="block",
         ),
         HeadKind(
@@ -116,7 +116,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.medusa:MedusaDrafter",
             objective="forerun.heads.medusa:MedusaObjective",
             format="forerun.heads.medusa:MedusaFormat",
-            engines="forerun.heads.medusa:MedusaEngines",
+            engines="forerun.heads.medusa:ENGINE_FACTS",
             drafts="parallel",
         ),
         HeadKind(
@@ -138,7 +138,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.hydra:HydraDrafter",
             objective="forerun.heads.hydra:RecurrentObjective",
             format="forerun.heads.hydra:HydraFormat",
-            engines="forerun.heads.hydra:HydraEngines",
+            engines="forerun.heads.hydra:ENGINE_FACTS",
             drafts="recurrent",
         ),
         HeadKind(
@@ -149,7 +149,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.mlp_speculator:MlpSpeculatorDrafter",
             objective="forerun.heads.hydra:RecurrentObjective",
             format="forerun.heads.mlp_speculator:MlpSpeculatorFormat",
-            engines="forerun.heads.mlp_speculator:MlpSpeculatorEngines",
+            engines="forerun.heads.mlp_speculator:ENGINE_FACTS",
             drafts="recurrent",
         ),
         HeadKind(
@@ -159,7 +159,7 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.heads.dflash:DFlashHead",
             drafter="forerun.heads.dflash:DFlashDrafter",
             objective="forerun.heads.dflash:DFlashObjective",
-            engines="forerun.heads.block_files:BlockEngines",
+            engines="forerun.heads.block_files:ENGINE_FACTS",
             drafts="block",
         ),
         HeadKind(
@@ -169,7 +169,7 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.heads.dspark:DSparkHead",
             drafter="forerun.heads.dspark:DSparkDrafter",
             objective="forerun.heads.dspark:DSparkObjective",
-            engines="forerun.heads.block_files:BlockEngines",
+            engines="forerun.heads.block_files:ENGINE_FACTS",
             drafts="block",
         ),
         HeadKind(
@@ -179,7 +179,7 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.heads.dflash2:DFlash2Head",
             drafter="forerun.heads.dflash2:DFlash2Drafter",
             objective="forerun.heads.dflash2:DFlash2Objective",
-            engines="forerun.heads.block_files:BlockEngines",
+            engines="forerun.heads.block_files:ENGINE_FACTS",
             drafts="block",
         ),
         HeadKind(
@@ -189,7 +189,7 @@ KINDS: dict[str, HeadKind] = {
             module="forerun.heads.domino:DominoHead",
             drafter="forerun.heads.domino:DominoDrafter",
             objective="forerun.heads.domino:DominoObjective",
-            engines="forerun.heads.block_files:BlockEngines",
+            engines="forerun.heads.block_files:ENGINE_FACTS",
             drafts="block",
         ),
         HeadKind(
@@ -200,7 +200,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.mtp:MtpDrafter",
             objective="forerun.heads.mtp:MtpObjective",
             format="forerun.heads.mtp_files:MtpFormat",
-            engines="forerun.heads.mtp_files:MtpEngines",
+            engines="forerun.heads.mtp_files:ENGINE_FACTS",
             drafts="sequential",
             in_target="forerun.heads.mtp_files:read_target",
         ),
@@ -222,7 +222,7 @@ KINDS: dict[str, HeadKind] = {
             drafter="forerun.heads.kangaroo:KangarooDrafter",
             objective="forerun.heads.kangaroo:KangarooObjective",
             format="forerun.heads.kangaroo:KangarooFormat",
-            engines="forerun.heads.kangaroo:KangarooEngines",
+            engines="forerun.heads.kangaroo:ENGINE_FACTS",
             drafts="adapter",
         ),
         HeadKind(

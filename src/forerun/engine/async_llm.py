@@ -173,9 +173,10 @@ class AsyncLLM:
         Raises:
             ArgumentError: another update, or `sleep`, is under way.
         """
-        opened = await self._by_worker(self.llm.engine.open_weights, model_path, self.llm.tokenizer)
+        folder = Path(model_path).expanduser()
+        weights = await self._by_worker(self.llm.target.open_weights, folder, self.llm.tokenizer)
         async with self._between_requests(mode):
-            await self._by_worker(self.llm.engine.write_weights, opened)
+            await self._by_worker(self.llm.engine.write_weights, weights, folder)
 
     async def sleep(self, level: int = 1, *, mode: Mode = "abort") -> None:
         """Run `LLM.sleep` once the present requests have ended, see `update_weights_from_disk`."""

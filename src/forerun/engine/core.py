@@ -10,7 +10,6 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +36,6 @@ from forerun.model.target import PREFILL_CHUNK
 from forerun.types import StreamChunk
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OpenedWeights:
-    """The weights of a checkpoint that fits the target, before they are written."""
-
-    folder: Path
-    weights: Any  # In the back end's form
 
 
 class Engine:
@@ -126,20 +117,14 @@ class Engine:
         """Admit waiting requests again."""
         self._kept_from = None
 
-    def open_weights(self, model_path: str | Path, tokenizer: Any) -> OpenedWeights:
-        """Load a checkpoint for `write_weights`, which takes time and memory. Raises as `LLM.update_weights_from_disk`
-        does. `tokenizer` is that of the present model."""
-        folder = Path(model_path).expanduser()
-        return OpenedWeights(folder=folder, weights=self.target.open_weights(folder, tokenizer))
-
-    def write_weights(self, opened: OpenedWeights) -> None:
-        """Replace the target's weights while no request runs. Cached prefixes are dropped; drafters keep what they have
-        learned from texts."""
+    def write_weights(self, weights: Any, folder: Path) -> None:
+        """Replace the target's weights by those that `Target.open_weights` has read from a folder, while no request
+        runs. Cached prefixes are dropped; drafters keep what they have learned from texts."""
         began = time.perf_counter()
-        self.target.write_weights(opened.weights, opened.folder)
+        self.target.write_weights(weights, folder)
         self.forget()
         self.drafting.reread()
-        log.info("weights taken over from %s in %.2f s", opened.folder, time.perf_counter() - began)
+        log.info("weights taken over from %s in %.2f s", folder, time.perf_counter() - began)
 
     def load_drafter(self, key: str, model: str) -> None:
         """Draft for new requests with the model of another directory. Requests that wait or run keep their drafter,

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from forerun.control.config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig, arms_of, greedy_with_seed
-from forerun.control.costs import PassCost
 from forerun.control.measuring import keep_steps
 from forerun.control.policy import Policy, policy_for
 from forerun.core.rules import check_fits, rule_named
@@ -38,11 +37,9 @@ _CHANCE_RATE = 0.02
 class DrafterPool:
     """All drafters in use, by the key of their configuration."""
 
-    def __init__(self, setup: DrafterSetup, *, nodes: int = 64, costs: PassCost | None = None) -> None:
-        """Create an empty pool. `nodes` is the most drafted nodes of a row in one step; `costs` are the policies'
-        costs, None takes the target's from disk.
-        """
-        self._setup, self._nodes, self._costs = setup, nodes, costs
+    def __init__(self, setup: DrafterSetup, *, nodes: int = 64) -> None:
+        """Create an empty pool. `nodes` is the most drafted nodes of a row in one step."""
+        self._setup, self._nodes = setup, nodes
         self._active: dict[str, _Active] = {}
         self._numbers = itertools.count(1)  # Numbers replaced drafters
         self.replaced = set[str]()  # Keys of replaced drafters that running requests still use
@@ -113,7 +110,6 @@ class DrafterPool:
                 self._setup,
                 nodes=self._nodes,
                 greedy_with_seed=greedy_with_seed(config),
-                costs=self._costs,
                 chains=self._setup.target.chains_only,
             )
             drafters = [(arm.name, arm.drafter) for arm in policy.arms]

@@ -120,7 +120,9 @@ class LLM:
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer, read_template(chat_template)))  # On demand
         weights, cached = drafter_bytes(self.speculative)
-        opening |= {"backend": _back_end(opening, self.speculative), "dtype": dtype, "device": device}
+        backend = opening.get("backend", "auto")
+        needed = "transformers" if backend == "auto" and reads_layers(self.speculative) else backend
+        opening |= {"backend": needed, "dtype": dtype, "device": device}
         _check_context(max_model_len, model, opening)
         target = load_target(
             model,
@@ -444,14 +446,15 @@ class LLM:
             ForerunError: requests are waiting or running, there is no such directory, or it holds a model of another
                 shape, another tokenizer, or weights that are not finite. The old weights stay.
         """
-        opened = self.engine.open_weights(model_path, self.tokenizer)
+        folder = Path(model_path).expanduser()
+        weights = self.target.open_weights(folder, self.tokenizer)
         with self._alone():
             if self.engine.busy:
                 raise ArgumentError(
                     f"the weights cannot change to those in {model_path} while {self.engine.running} completions run "
                     f"and {self.engine.waiting} wait, which would be from two policies: wait for them, or abort them"
                 )
-            self.engine.write_weights(opened)
+            self.engine.write_weights(weights, folder)
 
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes. While requests wait or run nothing is dropped, and the answer is False."""
@@ -594,9 +597,3 @@ def _check_context(max_model_len: int | None, model: Any, opening: Mapping[str, 
 def _refuse_longer(max_model_len: int | None, context: int) -> None:
     if max_model_len is not None and max_model_len > context:
         raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {context}: lower it to that")
-
-
-def _back_end(opening: Mapping[str, Any], config: SpeculativeConfig | None) -> str:
-    """Return the requested back end, or the one that the drafter needs."""
-    requested: str = opening.get("backend", "auto")
-    return "transformers" if requested == "auto" and reads_layers(config) else requested

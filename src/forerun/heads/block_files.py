@@ -451,8 +451,6 @@ STORED = (
 class BlockEngines(Engines):
     """Known facts about engines and heads that draft a block."""
 
-    traits = TRAITS
-
     def file_findings(self, stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:
         return apply_traits(STORED if KIND in stored.config else (), head, target, keys=stored.config)
 
@@ -495,5 +493,7 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "speculators": {},
 }
-BlockEngines.destinations = {name: dataclasses.replace(DESTINATIONS[name], **own) for name, own in _OWN.items()}
-"""EAGLE's destinations, with this kind's own launch commands."""
+# EAGLE's destinations, with this kind's own launch commands.
+ENGINE_FACTS = BlockEngines(
+    destinations={name: dataclasses.replace(DESTINATIONS[name], **own) for name, own in _OWN.items()}, traits=TRAITS
+)

@@ -350,8 +350,6 @@ DESTINATIONS: dict[str, Destination] = {
 class EagleEngines(Engines):
     """Known facts about engines and EAGLE heads."""
 
-    destinations = DESTINATIONS
-
     def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         return adapt_head(head, engine)
 
@@ -367,6 +365,9 @@ class EagleEngines(Engines):
                 what=f"{finding.what} (as the files are)",
                 remedy=f"forerun export --to {finding.engine if finding.engine in DESTINATIONS else 'hf'}",
             )
+
+
+ENGINE_FACTS = EagleEngines(destinations=DESTINATIONS)
 
 
 def _as_stored(stored: StoredFiles, head: HeadCheckpoint, target: TargetFacts) -> Iterator[Finding]:

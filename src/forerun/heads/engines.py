@@ -13,10 +13,10 @@ import functools
 import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -123,11 +123,12 @@ class Destination:
     """Writes and checks the directory, if it contains more than the head."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Engines:
     """How engines treat heads of a kind; nothing is known by default."""
 
-    destinations: ClassVar[Mapping[str, Destination]] = {}
-    traits: ClassVar[Sequence[Trait]] = ()  # Properties that heads of the kind may have, and what engines make of them
+    destinations: Mapping[str, Destination] = field(default_factory=dict)
+    traits: Sequence[Trait] = ()  # Properties that heads of the kind may have, and what engines make of them
 
     def adapt(self, head: HeadCheckpoint, engine: str | None) -> tuple[HeadCheckpoint, dict[str, Any]]:
         """Return the head as `engine` wants it, and the keys of ``config.json`` that it needs;
@@ -154,7 +155,8 @@ class Engines:
 def engines_for(kind: str) -> Engines:
     """Return the known facts about engines and heads of a kind."""
     path = kind_named(kind_named(kind).stored_as).engines
-    return import_named(path)() if path else Engines()
+    engines: Engines = import_named(path) if path else Engines()
+    return engines
 
 
 def forerun_line(launch: Launch) -> str:

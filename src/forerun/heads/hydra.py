@@ -404,7 +404,6 @@ def _to_file(checkpoint: HeadCheckpoint, kind: str) -> Iterator[tuple[str, Tenso
 
 
 # What serving engines make of it
-class HydraEngines(Engines):
-    """Known facts about engines and Hydra heads."""
-
-    traits = (Trait(always, "a Hydra head", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),)
+ENGINE_FACTS = Engines(
+    traits=(Trait(always, "a Hydra head", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),),
+)

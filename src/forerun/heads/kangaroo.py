@@ -300,7 +300,6 @@ class KangarooFormat(Format):
 
 
 # What serving engines make of it
-class KangarooEngines(Engines):
-    """Known facts about engines and Kangaroo's adapters."""
-
-    traits = (Trait(always, "a Kangaroo adapter", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),)
+ENGINE_FACTS = Engines(
+    traits=(Trait(always, "a Kangaroo adapter", [("fails", EVERY, NO_SUCH_DRAFTER)], DRAFT_HERE),),
+)

@@ -271,10 +271,8 @@ class MedusaFormat(Format):
 
 
 # What serving engines make of it
-class MedusaEngines(Engines):
-    """Known facts about engines and Medusa heads."""
-
-    traits = (
+ENGINE_FACTS = Engines(
+    traits=(
         Trait(
             always,
             "a Medusa head",
@@ -288,8 +286,8 @@ class MedusaEngines(Engines):
             [("check", "modelopt", "trains such heads, but is not known to read this format")],
             "train on with forerun",
         ),
-    )
-    destinations: ClassVar[Mapping[str, Destination]] = {
+    ),
+    destinations={
         "vllm": Destination(
             title="vLLM",
             engine="vllm",
@@ -301,4 +299,5 @@ class MedusaEngines(Engines):
             ),
             counting="`num_speculative_tokens` counts drafted tokens: at most the head's depths.",
         )
-    }
+    },
+)

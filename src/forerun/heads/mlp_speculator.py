@@ -230,10 +230,8 @@ def _canonical(tensors: Tensors, tied: bool) -> dict[str, Tensor]:
 
 
 # What serving engines make of it
-class MlpSpeculatorEngines(Engines):
-    """Known facts about engines and MLP speculators."""
-
-    traits = (
+ENGINE_FACTS = Engines(
+    traits=(
         Trait(
             always,
             "an MLP speculator",
@@ -241,4 +239,5 @@ class MlpSpeculatorEngines(Engines):
             f"{DRAFT_HERE}, or in a vLLM that still has its V0 engine",
         ),
         Trait(always, "an MLP speculator", [("fails", EVERY.replace("vllm ", ""), NO_SUCH_DRAFTER)], DRAFT_HERE),
-    )
+    ),
+)

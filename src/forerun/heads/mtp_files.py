@@ -26,7 +26,7 @@ import shutil
 from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -619,11 +619,9 @@ def _stitch(launch: Launch) -> Path:
     return stitch(launch.head, launch.target.name_or_path, launch.directory)
 
 
-class MtpEngines(Engines):
-    """Known facts about engines and MTP layers."""
-
-    traits = TRAITS
-    destinations: ClassVar[Mapping[str, Destination]] = {
+ENGINE_FACTS = Engines(
+    traits=TRAITS,
+    destinations={
         "vllm": Destination(
             title="vLLM",
             engine="vllm",
@@ -651,4 +649,5 @@ class MtpEngines(Engines):
             counting="`--spec-draft-n-max` counts drafted tokens.",
             write=_stitch,
         ),
-    }
+    },
+)

@@ -308,16 +308,18 @@ class PEagleEngines(EagleEngines):
         return (finding for finding in super().file_findings(stored, head, target) if finding.engine == "vllm")
 
 
-PEagleEngines.destinations = {
-    "vllm": dataclasses.replace(
-        DESTINATIONS["vllm"],
-        command=lambda launch: vllm_line(
-            launch.target.name_or_path,
-            method="eagle3",
-            model=str(launch.directory),
-            num_speculative_tokens=TOKENS,
-            parallel_drafting=True,
+ENGINE_FACTS = PEagleEngines(
+    destinations={
+        "vllm": dataclasses.replace(
+            DESTINATIONS["vllm"],
+            command=lambda launch: vllm_line(
+                launch.target.name_or_path,
+                method="eagle3",
+                model=str(launch.directory),
+                num_speculative_tokens=TOKENS,
+                parallel_drafting=True,
+            ),
         ),
-    ),
-    "speculators": DESTINATIONS["speculators"],
-}
+        "speculators": DESTINATIONS["speculators"],
+    }
+)

@@ -39,9 +39,9 @@ from forerun.model.kernels.packing import packed_bytes
 from forerun.model.layers import LayerRange
 from forerun.model.masks import FULL, SLIDING, Block, MaskStyle, build
 from forerun.model.recordings import Recordings, bucket, extend_rows, first_rows, round_tokens, wide
+from forerun.model.target import PREFILL_CHUNK
 from forerun.types import Boundary
 
-PREFILL_CHUNK = 512  # Most entries of a row in one pass over a prompt
 _COMMITTED = 64  # Most entries that a recorded pass takes: what a step commits, no prompts
 Tree = TypeVar("Tree")
 Passed = TypeVar("Passed")
@@ -77,6 +77,7 @@ class HeadRunner(ABC, Generic[Frontier]):
         self._dtype = weight.dtype
         self.device: torch.device = weight.device  # Kept, because to ask a packed weight for its device unpacks it
         self._features = torch.zeros(rows, head.feature_size, device=self.device, dtype=self._dtype)
+        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)  # Last tokens, where they are read
         self.recordings = Recordings.on(self.device) if head.recordable else Recordings(None)
 
     def memory_bytes(self) -> int:
@@ -238,7 +239,6 @@ class SharingRunner(LastStateRunner["_Shared"]):
 
     def __init__(self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
-        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._layers = {kind: target.layer_that_keeps(kind) for kind in head.windows}
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
@@ -400,13 +400,7 @@ class AttendingRunner(HeadRunner[Frontier]):
         """Return an attention function for a pass whose entries see what is before them."""
         kinds = self._kinds_unseen
         masks = {(kind, unseen): self._mask(kind, block, width, unseen) for kind, unseen in dict.fromkeys(kinds)}
-        return self._attend_masked([masks[kind] for kind in kinds])
-
-    def _attend_masked(self, masks: Sequence[Tensor]) -> Attend:
-        """Return an attention function that appends a layer's keys and values to the cache and
-        attends over it, under the mask of that layer.
-        """
-        return CachedAttention(self._cache, masks)
+        return CachedAttention(self._cache, [masks[kind] for kind in kinds])
 
     def embed(self, tokens: Tensor, depth: int = 0) -> Tensor:
         """Embed (..) -> (.., H) with the head's own table or the target's."""
@@ -496,10 +490,6 @@ class RecurrentRunner(AttendingRunner[_AtDepth]):
 
     head: RecurrentHead
 
-    def __init__(self, head: RecurrentHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
-        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
-
     def _behind(self, run: int) -> int:
         return 0
 
@@ -535,7 +525,6 @@ class BlockRunner(AttendingRunner["_Depths"]):
 
     def __init__(self, head: BlockHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
-        self._roots = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._outputs = self._features.new_zeros(rows, head.feature_size)  # Roots' outputs, if they are read
         self._places = 0  # Tokens of the current block
 
@@ -574,7 +563,7 @@ class BlockRunner(AttendingRunner["_Depths"]):
             block = Block(lengths=lengths, sees=seen, query_positions=positions, node_positions=positions)
             masks[kind, causal] = self._mask(kind, block, size)
 
-        attend_cached = self._attend_masked([masks[kind] for kind in kinds])
+        attend_cached = CachedAttention(self._cache, [masks[kind] for kind in kinds])
         embeds = self.embed(tokens)
         with attention_kernels(self.device):
             output = self.head.block(embeds, self.head.angles(positions, embeds), attend_cached)[:, first:]
@@ -630,14 +619,14 @@ class AdapterRunner(AttendingRunner["_Exited"]):
     def __init__(self, head: AdapterHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
         super().__init__(head, target, rows, slots, run)
         self._plan = LayerRange(stop=head.config.boundaries[0])
-        self._roots = [0] * rows
+        self._root_tokens = [0] * rows
         self.rows: Sequence[int] = ()  # Rows of the latest trees
         self.ran: list[Tensor] = []  # Their states (B, F, H) at the boundary, level by level, the root first
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
         super().ingest(rows, tokens, hidden_states)
         for row, row_tokens in zip(rows, tokens, strict=True):
-            self._roots[row] = row_tokens[-1]
+            self._root_tokens[row] = row_tokens[-1]
 
     def _behind(self, run: int) -> int:
         return 1 + run
@@ -671,7 +660,7 @@ class AdapterRunner(AttendingRunner["_Exited"]):
 
     def _level(self, trees: _Exited, start: int) -> Tensor:
         """Return logits (B, F, V) after the nodes from `start` on."""
-        roots = [self._roots[row] for row in self.rows]
+        roots = [self._root_tokens[row] for row in self.rows]
         nodes = Nodes.of_levels(roots, trees.ids, trees.parents, counts=trees.fits, start=start)
         states = self.target.run(self.rows, nodes, self._plan)
         self.ran.append(states)

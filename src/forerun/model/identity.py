@@ -22,13 +22,14 @@ import torch
 import transformers
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError, safe_open
 
 from forerun import writing
 from forerun.errors import ForerunError
-from forerun.model.load import read_header, weight_files
+from forerun.model.load import weight_files
 
 VALUES = 8  # Values of each tensor that are read, from its middle on
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = ("F32", "F16", "BF16")
 SHARED = "lm_head."  # Some checkpoints write the output head that is the embedding, some do not
 _SOURCES = Path(__file__).parents[1]
 _READ = ("model", "core")  # Folders whose sources decide what a pass computes
@@ -39,12 +40,12 @@ def fingerprint(name: str | Path) -> str | None:
 
     None where no weights of 16 or 32 bits can be found there.
     """
-    folder = _folder(name)
+    folder = checkpoint_folder(name)
     if folder is None:
         return None
     try:
         sampled = {tensor: value for path in weight_files(folder) for tensor, value in _samples(path).items()}
-    except (ForerunError, OSError):
+    except (ForerunError, OSError, SafetensorError):
         return None
     digest = hashlib.sha256()
     for tensor, value in sorted(sampled.items()):
@@ -55,24 +56,19 @@ def fingerprint(name: str | Path) -> str | None:
 def _samples(path: Path) -> dict[str, bytes]:
     """Return some values of each tensor of a safetensors file, as bfloat16."""
     sampled = dict[str, bytes]()
-    header = read_header(path)
-    with path.open("rb") as file:
-        first = 8 + int.from_bytes(file.read(8), "little")
-        for name, entry in header.items():
-            dtype = DTYPES.get(entry["dtype"])
-            if dtype is None or name.startswith(SHARED):
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            if name.startswith(SHARED) or file.get_slice(name).get_dtype() not in DTYPES:
                 continue
-            start, end = entry["data_offsets"]
-            count = (end - start) // dtype.itemsize
-            file.seek(first + start + max(0, count // 2 - VALUES) * dtype.itemsize)
-            held = file.read(min(VALUES, count) * dtype.itemsize)
-            if held:
-                values = torch.frombuffer(bytearray(held), dtype=dtype).to(torch.bfloat16)
-                sampled[name] = values.view(torch.uint8).numpy().tobytes()
+            values = file.get_tensor(name).flatten()  # Mapped: only what is taken of it is read
+            middle = max(0, len(values) // 2 - VALUES)
+            if len(values):
+                taken = values[middle : middle + VALUES].to(torch.bfloat16)
+                sampled[name] = taken.view(torch.uint8).numpy().tobytes()
     return sampled
 
 
-def _folder(name: str | Path, revision: str | None = None) -> Path | None:
+def checkpoint_folder(name: str | Path, revision: str | None = None) -> Path | None:
     """Return the folder of a checkpoint's files: a directory, or where a model of the hub lies that was loaded before.
     None if there is neither.
     """
@@ -91,13 +87,15 @@ def verdict_key(model: Any, *asked: object) -> str | None:
     they cannot be told from others. `asked` is whatever else decides about the model's passes.
     """
     name = str(getattr(model, "name_or_path", "") or "")
-    folder = _folder(name, getattr(model.config, "_commit_hash", None)) if name else None
+    folder = checkpoint_folder(name, getattr(model.config, "_commit_hash", None)) if name else None
     if folder is None or getattr(model, "peft_config", None):
         return None
     paths = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json"))
     files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     device = torch.device(model.device)
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    # A CPU's instructions decide which kernels run.
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else processor
     versions = torch.__version__, transformers.__version__, _sources()
     checkpoint = str(folder.resolve()), model.config.to_json_string(), str(model.dtype), device.type
     return hashlib.sha256(str((checkpoint, files, chip, versions, asked)).encode()).hexdigest()[:32]
@@ -136,8 +134,3 @@ def _sources() -> str:
             if path.suffix in (".py", ".c", ".h"):
                 digest.update(path.read_bytes())
     return digest.hexdigest()
-
-
-def _processor() -> str:
-    """Describe the CPU: its instructions decide which kernels run."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.cpu._is_amx_tile_supported()}"

@@ -389,8 +389,7 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts
     of the target is free.
     """
     target = llm.target
-    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
-    drafter = build(config.method, config.drafter_options, setup)
+    drafter = build_beside(llm, config.method, config.drafter_options)
     depth = depth_of(config)
     model = config.options.get("model")
     tell(f"{config.method} drafts")
@@ -406,6 +405,13 @@ def measure_drafter(llm: LLM, config: SpeculativeConfig, answers: EncodedPrompts
     tell(f"what {config.method} costs")
     draft = measure_draft(target, drafter, prompts[0], depth=max(1, round(trial.depth) or depth))
     return MeasuredDrafter(method=config.method, model=None if model is None else str(model), trial=trial, draft=draft)
+
+
+def build_beside(llm: LLM, method: str, options: Mapping[str, Any]) -> Drafter:
+    """Build a drafter for the target of an `LLM`, beside those that draft there. Raises as `drafters.build`."""
+    target = llm.target
+    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
+    return build(method, options, setup)
 
 
 def depth_of(config: SpeculativeConfig) -> int:

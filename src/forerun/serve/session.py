@@ -24,7 +24,8 @@ from transformers import PreTrainedTokenizerBase
 
 from forerun import AsyncLLM, errors
 from forerun.control.config import SpeculativeConfig, arms_of
-from forerun.drafters import AUTO, default_length
+from forerun.deploy import list_methods
+from forerun.drafters import default_length
 from forerun.engine.prompts import Speculative
 from forerun.serve import logs
 from forerun.serve.guards import CLIENT
@@ -363,14 +364,7 @@ class Session:
 
 def _copies_prediction(config: SpeculativeConfig) -> bool:
     """Return whether the drafter `prediction` is the configured one, or among its members."""
-    if config.method == AUTO:
-        members: list[SpeculativeConfig | None] = [*arms_of(config)]
-    else:
-        named = config.options.get("drafters", ())
-        members = [
-            SpeculativeConfig.parse({"method": member} if isinstance(member, str) else member) for member in named
-        ]
-    return config.method == PREDICTION or any(member and _copies_prediction(member) for member in members)
+    return any(PREDICTION in list_methods(arm.named) for arm in arms_of(config))
 
 
 class State(StrEnum):

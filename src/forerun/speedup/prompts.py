@@ -7,7 +7,6 @@ every run, in whatever order a file holds it.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import shutil
@@ -26,7 +25,7 @@ from forerun.training.data.regenerate import AnswerRun, Director, with_engine
 from forerun.training.data.store import runs_in_circles
 from forerun.training.features.store import find_loaded, target_hash
 from forerun.types import SamplingParams
-from forerun.writing import write_file
+from forerun.writing import hash_json, write_file
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
@@ -98,7 +97,7 @@ def read_prompts(files: Sequence[Path], *, template: bool) -> tuple[list[Speedup
                 bad.report(f"{record.where}: nobody asks anything")
                 continue
             content = entry.get("messages") or entry.get("text") or entry.get("prompt_token_ids")
-            digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+            digest = hash_json(content)[:16]
             by_digest.setdefault(digest, SpeedupPrompt(digest=digest, category=record.category or "all", entry=entry))
     if not by_digest:
         reason = f": {bad.examples[0]}" if bad.examples else ""
@@ -160,11 +159,11 @@ def split_prompts(prompts: Sequence[SpeedupPrompt], *, skipped: int = 0) -> Prom
     return PromptSplit(**parts, skipped=skipped)
 
 
-def split_drawn(drawn: Sequence[SpeedupPrompt], written: Sequence[SpeedupPrompt], *, skipped: int = 0) -> PromptSplit:
+def split_drawn(drawn: Sequence[SpeedupPrompt], written: Sequence[SpeedupPrompt]) -> PromptSplit:
     """Split drawn prompts, and add the written ones to those for trials and to those held out: they show what a head
     that has learned from drawn prompts alone is worth elsewhere.
     """
-    split, turns = split_prompts(drawn, skipped=skipped), take_turns(written)
+    split, turns = split_prompts(drawn), take_turns(written)
     split.trial.extend(turns[:MIX_TRIAL])
     split.held_out.extend(turns[MIX_TRIAL:])
     return split

@@ -55,9 +55,11 @@ from forerun.speedup.prompts import (
     take_turns,
 )
 from forerun.speedup.settings import MIX, SETTINGS, SpeedupRequest
-from forerun.speedup.training import FreeSpeed, HeadChoice, HeadTraining, choose_for
+from forerun.speedup.training import FreeSpeed, HeadChoice, choose_for, read_history, recipe_of
 from forerun.training.data.drawn import SOURCE, DrawSettings, PromptDraw, read_words
 from forerun.training.features.store import find_loaded, target_hash
+from forerun.training.loop.distributed import Parallel
+from forerun.training.run import TrainingRun
 from forerun.writing import alone, hash_file, read_sealed, replace_folder, tidy, write_file, write_sealed
 
 if TYPE_CHECKING:
@@ -532,13 +534,13 @@ class SpeedupRun:
         if not choice["train"]:
             return {"head": None}
         self.release()
-        training = HeadTraining.of(self.request, choice, self.folder)
-        outcome = training.run()
+        recipe = recipe_of(self.request, choice, self.folder)
+        outcome = TrainingRun(recipe, Parallel.from_environment("ddp")).train()
         if outcome["interrupted"]:
             raise KeyboardInterrupt
         with replace_folder(self.folder / "head") as fresh:
             shutil.copytree(outcome["head"], fresh, dirs_exist_ok=True)
-        return {"head": "head", "kind": choice["kind"], **training.history(), "steps": outcome["steps"]}
+        return {"head": "head", "kind": choice["kind"], **read_history(Path(recipe.output)), "steps": outcome["steps"]}
 
     def _comparison(self) -> dict[str, Any]:
         free, trained = self.read("free"), self.read("training")

@@ -19,11 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from forerun.control.costs import CostModel, DraftCost
-from forerun.decode.drafter import DrafterSetup
-from forerun.drafters import build
 from forerun.drafters.kinds import kind_named
 from forerun.model.transformers_target import require_layers
-from forerun.plan.measured import measure_draft
+from forerun.plan.measured import build_beside, measure_draft
 from forerun.plan.planner import PlanLine, PlanLoad
 from forerun.plan.planner import plan as make_plan
 from forerun.speedup.settings import SETTINGS, SpeedupRequest
@@ -293,10 +291,9 @@ def _probe(llm: LLM, request: SpeedupRequest, folder: Path, data: PreparedData, 
 def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
     target = llm.target
     head = _head(llm, shape.kind, shape.vocab_size, "cpu").to(target.device, target.dtype).eval()
-    setup = DrafterSetup(target=target, tokenizer=llm.tokenizer, rows=target.rows, slots=target.slots)
     depth = min(PROBE_DEPTH, head.config.max_depth or PROBE_DEPTH)
     options = {"model": head, "num_speculative_tokens": depth, "shape": (1,) * depth}
-    drafter = build(shape.kind, options, setup)
+    drafter = build_beside(llm, shape.kind, options)
     longest = int(data.lengths.argmax())
     text = data.document(longest)[0][: llm.max_model_len // 2].tolist()
     return measure_draft(target, drafter, text, depth=depth)
@@ -329,37 +326,27 @@ def make_training(
     return make_recipe(shape.kind, values)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadTraining:
-    """The run of ``forerun train`` for what was chosen."""
+def recipe_of(request: SpeedupRequest, choice: Mapping[str, Any], folder: Path) -> TrainRecipe[Any]:
+    """Return the recipe of a choice's record, with a folder of its own: another budget begins anew."""
+    shape = HeadShape(
+        kind=choice["kind"],
+        vocab_size=choice["draft_vocab_size"],
+        steps=choice["unrolled_steps"],
+        parameters=choice["parameters"],
+        coverage=choice["coverage"],
+    )
+    seconds = choice["training_seconds"]
+    output = folder / "training" / f"{shape.kind}-{seconds:.0f}s"
+    return make_training(request, folder, shape, seconds=seconds, output=output)
 
-    recipe: TrainRecipe[Any]
 
-    @classmethod
-    def of(cls, request: SpeedupRequest, choice: Mapping[str, Any], folder: Path) -> HeadTraining:
-        """Return the training of a choice's record, in a folder of its own: another budget begins anew."""
-        shape = HeadShape(
-            kind=choice["kind"],
-            vocab_size=choice["draft_vocab_size"],
-            steps=choice["unrolled_steps"],
-            parameters=choice["parameters"],
-            coverage=choice["coverage"],
-        )
-        seconds = choice["training_seconds"]
-        output = folder / "training" / f"{shape.kind}-{seconds:.0f}s"
-        return cls(recipe=make_training(request, folder, shape, seconds=seconds, output=output))
-
-    def run(self) -> dict[str, Any]:
-        """Train, on from where an earlier run stopped, and return the outcome of `TrainingRun.train`."""
-        return TrainingRun(self.recipe, Parallel.from_environment("ddp")).train()
-
-    def history(self) -> dict[str, Any]:
-        """Return loss and acceptance over steps, as the log has them."""
-        lines = (Path(self.recipe.output) / "log.jsonl").read_text(encoding="utf-8").splitlines()
-        entries = [json.loads(line) for line in lines]
-        losses = [[one["step"], one["loss"]] for one in entries if one.get("loss") is not None]
-        evaluations = [
-            {"step": one["step"], **{name[5:]: value for name, value in one.items() if name.startswith("eval/")}}
-            for one in entries
-        ]
-        return {"losses": losses, "evaluations": [one for one in evaluations if len(one) > 1]}
+def read_history(folder: Path) -> dict[str, Any]:
+    """Return loss and acceptance over steps, as the log in a training's folder has them."""
+    lines = (folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    entries = [json.loads(line) for line in lines]
+    losses = [[one["step"], one["loss"]] for one in entries if one.get("loss") is not None]
+    evaluations = [
+        {"step": one["step"], **{name[5:]: value for name, value in one.items() if name.startswith("eval/")}}
+        for one in entries
+    ]
+    return {"losses": losses, "evaluations": [one for one in evaluations if len(one) > 1]}

@@ -3,7 +3,7 @@ accept.
 
 What an engine makes of a head's files can be read (`forerun.heads`), but a head that is
 loaded wrongly may draft without an error, and in vain. An engine of this machine is an
-`InstalledEngine`: ``in_vllm.py``, ``in_llama_cpp.py``.
+`InstalledEngine`: ``try_vllm.py``, ``try_llama_cpp.py``.
 
 **Noise.** What is accepted at a position is k successes in the n drafts that reached so far. Both
 engines' counts are compared by Fisher's exact test, which assumes that both are binomial with the

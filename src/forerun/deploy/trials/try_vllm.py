@@ -105,7 +105,7 @@ def vllm_version(python: Path) -> str:
     return version
 
 
-def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: Mapping[str, str] | None = None) -> None:
+def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path) -> None:
     """Let vLLM complete prompts for each arm of a plan (see `vllm_answers`); completions and logs are written to
     `folder`.
     """
@@ -114,5 +114,4 @@ def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: M
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     command = [str(python), source.origin, str(folder / "plan.json"), str(folder)]
     with (folder / "vllm.log").open("w", encoding="utf-8") as log:
-        variables = {**ENVIRONMENT, **(environment or {}), **os.environ}
-        subprocess.run(command, stdout=log, stderr=log, env=variables, check=False)
+        subprocess.run(command, stdout=log, stderr=log, env={**ENVIRONMENT, **os.environ}, check=False)

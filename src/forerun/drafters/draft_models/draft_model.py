@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,17 +41,6 @@ from forerun.model.target import Target
 from forerun.model.transformers_target import TransformersTarget, require_layers
 from forerun.types import Budget, DraftKind
 
-
-class UnrolledDraft(Protocol):
-    """A draft as a dataclass of tensors (B, ..)."""
-
-    @property
-    def run(self) -> int:
-        """The number of nodes, counted from the first, that the model has run."""
-        ...
-
-
-Tree = TypeVar("Tree", bound=UnrolledDraft)
 NextLevel = Callable[[Tensor, range], Tensor]  # (ids (B, K) so far, nodes of the last depth) -> raw logits (B, F, V)
 
 
@@ -61,10 +50,10 @@ def unroll(
     rows: Sequence[int],
     tokens: Sequence[Sequence[int]],
     parents: Sequence[int],
-    grow: Callable[..., Tree],
+    grow: Callable[..., Grown],
     *numbers: Tensor,
     key: Hashable,
-) -> Tree:
+) -> Grown:
     """Append ``tokens[i]``, at least one, to row ``rows[i]``, and draft a tree whose root is the last of them. The
     cache is then in the same state as after `Target.prefill` of the tokens and `Target.score` of the nodes that were
     run.
@@ -92,7 +81,7 @@ def unroll(
     width = wide(max(*ends, max(held) + nodes.fresh), target.cache.slots)
     passes = _TreePasses(target, tuple(parents), width)
 
-    def work(lengths: Tensor, counts: Tensor, ids: Tensor, index: Tensor, *numbers: Tensor) -> Tree:
+    def work(lengths: Tensor, counts: Tensor, ids: Tensor, index: Tensor, *numbers: Tensor) -> Grown:
         first = passes.root(lengths, counts, ids)
         base = (lengths + counts - 1).clamp_min(0)
 
@@ -109,7 +98,7 @@ def unroll(
     on_device = [extend_rows(values, more) for values in numbers]
     whole_key = "unrolled", key, passes.parents, width, batch, nodes.fresh, len(at)
     with target.pass_lock:
-        tree: Tree = target.recordings.run_sent(whole_key, work, [*host, at], target.device, *on_device)
+        tree: Grown = target.recordings.run_sent(whole_key, work, [*host, at], target.device, *on_device)
     for row, length, fresh in zip(rows, held, counts, strict=True):
         if tree.run:  # Then the root is node 0 and not committed
             target.hold(row, length + fresh - 1, 1 + tree.run)

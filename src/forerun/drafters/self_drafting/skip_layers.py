@@ -11,7 +11,6 @@ Sets of sub-layers, their names, their search and their file are here, too.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,7 +32,7 @@ from forerun.errors import ArgumentError, DataError, nearest, refuse
 from forerun.model import LayerRange, TransformersTarget
 from forerun.model.inputs import Nodes
 from forerun.types import Budget, Drawn, Verdict
-from forerun.writing import read_object, write_file
+from forerun.writing import hash_json, read_object, write_file
 
 Sublayer = tuple[int, str]  # (layer, "attn" | "mlp")
 SkipSet = frozenset[Sublayer]
@@ -263,7 +262,7 @@ class SkipFile:
 def structure_hash(target: TransformersTarget) -> str:
     """Return a hash of the model's family and sizes, without its weights."""
     facts = {name: getattr(target.config, name, None) for name in _STRUCTURE}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return hash_json(facts)[:16]
 
 
 MAX_CANDIDATES = 1000

@@ -191,7 +191,7 @@ class Probe:
             self._drafter.truncate(self._ids, [0] * len(rows))
         return found
 
-    def costs(self, *, repeats: int = REPEATS) -> Costs:
+    def costs(self) -> Costs:
         """Time the passes of the first prompt's row, all kinds in turn."""
         layers, root = self._target.num_layers, self._beginnings[0][0][-1]
 
@@ -208,7 +208,7 @@ class Probe:
             chain.add_path([root] * length)
         passes = [*(partial(draft, skip) for skip in skips), *(partial(verify, chain) for chain in chains)]
         # In ms; the first of each only warms up.
-        whole, *times = (1e3 * median(taken[1:]) for taken in time_in_turns(passes, repeats + 1))
+        whole, *times = (1e3 * median(taken[1:]) for taken in time_in_turns(passes, REPEATS + 1))
         self._target.truncate([0], [self._target.lengths[0]])
         sublayer = {part: max(0.0, (whole - less) / layers) for part, less in zip(PARTS, times, strict=False)}
         rest = max(0.0, whole - layers * sum(sublayer.values()))

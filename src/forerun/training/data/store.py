@@ -10,8 +10,6 @@ token, at more than 1 GB a second.
 from __future__ import annotations
 
 import bisect
-import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from torch import Tensor
 
 from forerun.errors import ArgumentError, DataError, VocabularyMismatchError, refuse
 from forerun.losses.objective import TokenBatch
-from forerun.writing import ManifestKind, TokenizerIdentity, hash_file, replace_folder
+from forerun.writing import ManifestKind, TokenizerIdentity, hash_file, hash_json, replace_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -178,7 +176,7 @@ def write_prepared(
                     files[name].write(np.asarray(numbers, PARTS[name]).tobytes())
         content = {name: hash_file(fresh / f"{name}.bin") for name in PARTS}
         manifest = {
-            "hash": hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest(),
+            "hash": hash_json(content),
             "tokenizer": asdict(tokenizer),
             **about,
             "counts": {**counts, **about.get("counts", {})},
@@ -392,6 +390,7 @@ def _pack(lengths: NDArray[np.int64], capacity: int, random: np.random.Generator
 
 
 SAMPLED = 2000  # Documents that are looked at
+LONGEST_CIRCLE = 32  # Tokens
 MANY = 0.05  # Share of them above which something is said
 
 
@@ -417,9 +416,9 @@ def about_answers(data: PreparedData) -> Iterator[str]:
         )
 
 
-def runs_in_circles(tokens: NDArray[np.int32], longest: int = 32) -> bool:
-    """Return whether the last tokens repeat the same few, at most `longest`, three times and 48 tokens long."""
-    for period in range(1, longest + 1):
+def runs_in_circles(tokens: NDArray[np.int32]) -> bool:
+    """Return whether the last tokens repeat the same few, at most `LONGEST_CIRCLE`, three times and 48 tokens long."""
+    for period in range(1, LONGEST_CIRCLE + 1):
         span = max(48, 3 * period)
         if len(tokens) >= span and np.array_equal(tokens[-span + period :], tokens[-span:-period]):
             return True

@@ -29,6 +29,7 @@ from torch import Tensor
 from forerun.errors import ArgumentError, CheckpointError, DataError, NumericError
 from forerun.losses.objective import FeatureBatch
 from forerun.model.checks import check_directory, explain_load_error
+from forerun.model.identity import checkpoint_folder
 from forerun.model.load import weight_parts
 from forerun.model.names import resolve
 from forerun.training.data.store import PackedWindows, PreparedData
@@ -500,11 +501,7 @@ def checkpoint_directory(target: str | Path) -> Path:
 
 def find_loaded(target: str | Path) -> Path:
     """Return the directory of a target that has been loaded: its own, or a hub id's snapshot."""
-    from huggingface_hub import try_to_load_from_cache
-
-    name = resolve(target)
-    cached = None if Path(name).expanduser().is_dir() else try_to_load_from_cache(str(name), "config.json")
-    return Path(cached).parent if isinstance(cached, str) else checkpoint_directory(target)
+    return checkpoint_folder(resolve(target)) or checkpoint_directory(target)
 
 
 _VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
