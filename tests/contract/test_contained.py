@@ -1,5 +1,6 @@
 """Whatever a drafter does wrong, wherever it stands: no request is harmed, and what it did is counted."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,10 +9,11 @@ import pytest
 
 from contract.harness import PROMPTS, VOCABULARY, Variant, as_prompts, llm, plain_greedy, relative
 from contract.misbehaving import MISBEHAVIOURS, PROPERTIES, done
-from forerun import SamplingParams
+from forerun import LLM, SamplingParams
 from forerun.control.policy import policy_for
 from forerun.drafters import DRAFTERS, DrafterEntry
 from forerun.engine import drafting
+from forerun.errors import ArgumentError
 from selection import slow
 
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=8, seed=3)
@@ -51,6 +53,10 @@ CHOSEN = ("adaptive", "adaptive-copying", "auto")
 """Where a drafter that said something wrong of itself may never be asked for anything."""
 
 
+Wished = tuple[str, Any, int, SamplingParams]
+"""A request: its name, the configuration of its drafter, the index of its prompt, and its parameters."""
+
+
 @dataclass
 class Costs:
     """A pass over more tokens costs little more, so that a policy drafts."""
@@ -87,9 +93,26 @@ class Outcome:
     """Requests of innocent drafters that counted a failure."""
 
 
+def submitted(engine: LLM, wished: Sequence[Wished]) -> tuple[dict[str, Wished], Counter[str]]:
+    """The requests by id, and how often each misbehaviour was refused: where a property of the drafter is invalid."""
+    ids, refused = dict[str, Wished](), Counter[str]()
+    for name, config, prompt, params in wished:
+        try:
+            request_id = engine.submit({"prompt_token_ids": PROMPTS[prompt]}, params, speculative=config)
+        except ArgumentError as error:
+            assert f"its property {name.split('-')[0]}: " in str(error)
+            refused[name] += 1
+        else:
+            ids[request_id] = name, config, prompt, params
+    return ids, refused
+
+
 def tried(place: str, hows: Sequence[str]) -> Outcome:
     """Two requests of each misbehaviour, and innocent ones between them, in one engine."""
-    engine, outcome = llm(Variant("misbehaving", options={"how": hows[0]}), rows=TOGETHER, check=False), Outcome()
+    engine, outcome = (
+        llm(Variant("misbehaving", options={"how": "extend-raises-always"}), rows=TOGETHER, check=False),
+        Outcome(),
+    )
     bias, allowed = {3: 1.0}, list(range(VOCABULARY))
     greedy = SamplingParams(temperature=0.0, max_tokens=8, logit_bias=bias, allowed_token_ids=allowed, logprobs=1)
     innocent: list[tuple[str, Any, SamplingParams]] = [
@@ -99,24 +122,20 @@ def tried(place: str, hows: Sequence[str]) -> Outcome:
         ("seeded", FIXED | NGRAM, SAMPLED),
     ]
     expected = {"seeded": engine.generate(as_prompts(PROMPTS[2:3]), SAMPLED, speculative=False)[0].outputs[0].token_ids}
-    wished: list[tuple[str, Any, int, SamplingParams]] = []
+    wished: list[Wished] = []
     for how in hows:
         config = PLACES[place](how) | ({} if place in CHOSEN else FIXED)
         wished += [(how, config, 0, greedy), (how, config, 1, replace(greedy, max_tokens=5))]
         name, own, params = innocent[len(wished) // 2 % len(innocent)]
         wished.append((name, own, 2, params))
-    ids = [
-        engine.submit({"prompt_token_ids": PROMPTS[prompt]}, params, speculative=config)
-        for _, config, prompt, params in wished
-    ]
+    ids, errors = submitted(engine, wished)
     for active in engine.engine.drafting._active.values():
         assert all(drafter.memory_bytes() >= 0 for _, drafter in [*active.drafters] * 3)
-    errors = dict.fromkeys(hows, 0)
-    for request_id, (name, _, prompt, params) in zip(ids, wished, strict=True):
+    for request_id, (name, _, prompt, params) in ids.items():
         answer = engine._wait(request_id).outputs[0]
         if answer.token_ids != expected.get(name, plain_greedy(PROMPTS[prompt], replace(params, logprobs=None))):
             outcome.harmed.append(name)
-        if name in errors:
+        if name in hows:
             errors[name] += answer.speculation.drafter_errors
         elif answer.speculation.drafter_errors:
             outcome.accused.append(name)

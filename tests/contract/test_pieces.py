@@ -21,7 +21,7 @@ TEXTS = [prompt for prompt in PROMPTS if len(prompt) > PIECE]
 def drafted(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int]], list[Any], int]:
     """Answers one after the other, the tokens and parents of all drafts, and the longest piece that was shown."""
     trees, pieces = list[Any](), list[int]()
-    propose, introduce = Guarded.propose, DrafterPool.introduce
+    propose, introduce = Guarded.propose, DrafterPool.read
 
     def proposing(self: Guarded, context: DraftContext, budget: Budget) -> list[TokenTree]:
         found = propose(self, context, budget)
@@ -34,7 +34,7 @@ def drafted(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> tuple[list[list[int
 
     with monkeypatch.context() as patch:
         patch.setattr(Guarded, "propose", proposing)
-        patch.setattr(DrafterPool, "introduce", introducing)
+        patch.setattr(DrafterPool, "read", introducing)
         answers = [tokens_of(engine.generate(as_prompts([text]), GREEDY))[0] for text in TEXTS]
     return answers, trees, max(pieces)
 

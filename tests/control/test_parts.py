@@ -257,8 +257,8 @@ def test_where_padding_is_left_out_every_node_is_paid_for_and_the_best_come_firs
 def test_sizes_of_a_pass() -> None:
     padded, packed = PassShape(padded=True), PassShape()
     for shape in (padded, packed):
-        assert shape.size([3] * 5) == shape.even(5, 3)
-        assert shape.nodes(shape.even(5, 3), 5) == 3
+        assert shape.size([3] * 5) == shape.size_of_equal_rows(5, 3)
+        assert shape.nodes(shape.size_of_equal_rows(5, 3), 5) == 3
     assert padded.size([1, 4, 0]) == 4 and packed.size([1, 4, 0]) == 5
 
 

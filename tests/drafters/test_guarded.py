@@ -16,7 +16,7 @@ from forerun.core.rules import rule_named
 from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
 from forerun.drafters.guarded import Checked, Deferred, Guarded, check
-from forerun.errors import InvalidDraftError
+from forerun.errors import ArgumentError, InvalidDraftError
 from forerun.types import Budget, CommittedTokens, Drawn, SamplingParams, Source, Verdict
 
 ROOT = 7
@@ -385,20 +385,23 @@ def test_what_it_says_of_itself_is_asked_once() -> None:
     assert drafter.reads == 2, "for itself and for `remembers`"
 
 
-def test_one_that_cannot_say_what_it_reads_is_asked_for_nothing() -> None:
-    class Mute(Noting):
-        @property
-        def requires(self) -> frozenset[int]:
-            raise RuntimeError("no")
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        *(("requires", [1], "a set of layer boundaries"), ("requires", {9}, "no layer boundary 9")),
+        *(("requires", {"one"}, "TypeError"), ("depth", 2.5, "a number of tokens or None")),
+        *(("watches", "yes", "True or False"), ("remembers", None, "True or False"), ("top_ids", "3", "a number")),
+        *(("depth", RuntimeError("no"), "no"), ("requires", Panic("no"), "Panic")),
+    ],
+)
+def test_one_that_says_nothing_valid_of_itself_is_refused(name: str, value: Any, why: str) -> None:
+    def told(_self: Drafter) -> Any:
+        if isinstance(value, BaseException):
+            raise value
+        return value
 
-    drafter = Mute()
-    made = guarded(drafter)
-    made.extend(context([1, 2], fresh=3))
-    assert drafted(made, [1, 2]) == [(), ()] and made.requires == frozenset()
-    assert not drafter.calls and counted(made).keys() == {1, 2} and not counted(made)
-    made.truncate([1], [0])
-    made.extend(context([1], fresh=3))
-    assert counted(made) == {1: 1}, "the next answer goes without it, too"
+    with pytest.raises(ArgumentError, match=f"drafter 'noting' cannot be used: its property {name}: .*{why}"):
+        guarded(type("Telling", (Noting,), {name: property(told)})())
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), GeneratorExit()])

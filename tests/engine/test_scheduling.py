@@ -122,7 +122,7 @@ def test_few_states_of_a_long_prompt_are_kept(checkpoint: Path, heard: Heard) ->
         outputs = {}
         while llm.engine.busy:
             outputs |= {chunk.request_id: chunk.output for chunk in llm.engine.step() if chunk.output is not None}
-            texts = [*llm.engine._prefilling, *llm.engine._unshown]
+            texts = [*llm.engine._prefilling, *llm.engine._unread]
             most += [sum(map(len, parts)) for text in texts for parts in text.states.values()]
         kept.append(max(most))
         answers.append(outputs[request_id].outputs[0].token_ids)

@@ -137,7 +137,7 @@ def test_every_position_equals_drafting(options: dict[str, Any], checkpointed: b
     for index in (0, 4, 8):
         target = TransformersTarget(model(), rows=2, slots=64)
         target.prefill([1], [text[: index + 1]])
-        runner = AdapterRunner(made, target, rows=2, slots=64, run=6)
+        runner = AdapterRunner(made, target, rows=2, slots=64, max_run_nodes=6)
         reads(runner, 1, text, index + 1, seen)
         assert runner.lengths == [0, index + 1]
 

@@ -31,7 +31,7 @@ def runner_of(checkpoint: Checkpoint) -> SequentialRunner:
     target = TransformersTarget(
         LLM(str(checkpoint.folder), tokenizer=False, self_check=False).engine.target.model, rows=1, slots=64
     )
-    return SequentialRunner(head, target, rows=2, slots=64, run=12)
+    return SequentialRunner(head, target, rows=2, slots=64, max_run_nodes=12)
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def test_every_depth_equals_drafting(options: dict[str, Any], checkpointed: bool
     batch = batch_of([first, text], made.config.boundaries, padding=2)
     masked, output = objective(made, depths=4, keep=1.0, gradient_checkpointing=checkpointed).masked(batch)
     logits = trained_logits(made, output)[0].detach()
-    runner = BlockRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=2, slots=64, run=6)
+    runner = BlockRunner(made, TransformersTarget(model(), rows=1, slots=64), rows=2, slots=64, max_run_nodes=6)
     seen, compared = features(text, made.config.boundaries), 0
     for entry in range(len(text) - 1):
         reads(runner, 1, text, entry + 1, seen)

@@ -126,7 +126,7 @@ _LEAST_MS = 1e-3
 _STALE = 1024  # Steps after which plain passes are measured again
 _LOOKUP_OVERHEAD = 2.0  # First guess of what querying lookup drafters adds to a step, relative to their own time
 READING = 32  # From this many new tokens on, more than a step commits, a drafter reads a text: timed separately
-Size = tuple[int, int]  # Drafted nodes of a pass, or the depth of a proposal, and rows
+TimeKey = tuple[int, int]  # (drafted nodes of a pass or depth of a proposal, rows): what a time is kept under
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class PassShape:
         """Return the size of a pass over `counts` drafted nodes, by row."""
         return max(counts, default=0) if self.padded else sum(counts)
 
-    def even(self, rows: int, nodes: int) -> int:
+    def size_of_equal_rows(self, rows: int, nodes: int) -> int:
         """Return the size of a pass of `rows` rows in which each has `nodes` drafted nodes."""
         return nodes if self.padded else rows * nodes
 
@@ -178,31 +178,33 @@ class SeenTimes:
     """
 
     def __init__(self) -> None:
-        self._ratios = dict[Size, deque[float]]()  # The latest of each (nodes, rows)
-        self._low = dict[Size, float]()  # Their lower quartile
-        self._first_step, self._latest_step = dict[Size, int](), dict[Size, int]()  # When each was seen
-        self._plain_then = dict[Size, float]()  # The lower quartile of plain passes of as many rows at that time
+        self._ratios = dict[TimeKey, deque[float]]()  # The latest of each (nodes, rows)
+        self._low = dict[TimeKey, float]()  # Their lower quartile
+        self._first_step, self._latest_step = dict[TimeKey, int](), dict[TimeKey, int]()  # When each was seen
+        self._plain_then = dict[TimeKey, float]()  # The lower quartile of plain passes of as many rows at that time
         self._sizes = defaultdict[int, list[int]](list)  # Rising, by rows
-        self._latest: Size | None = None
+        self._latest: TimeKey | None = None
         self.steps = 0  # Decoding steps, whether or not they have a figure
 
-    def add(self, size: Size, seen: float, predict: Callable[[int], float]) -> None:
-        """Record one measured time, ms; `predict` returns the predicted time of a number of nodes."""
-        (nodes, rows), ratios = size, self._ratios.get(size)
+    def add(self, key: TimeKey, seen: float, predict: Callable[[int], float]) -> None:
+        """Record one measured time, ms, of `key`: drafted nodes or depth, and rows. `predict` returns the predicted
+        time of a number of nodes, or of a depth.
+        """
+        (nodes, rows), ratios = key, self._ratios.get(key)
         if ratios is None:
             ratios = deque(maxlen=SETTINGS.window)
             if self._ratios:
                 ratios.append(self.curve(rows, predict)(nodes) / max(predict(nodes), _LEAST_MS))
             insort(self._sizes[rows], nodes)
-            self._ratios[size], self._first_step[size] = ratios, self.steps
-        elif not self._fresh(size):
+            self._ratios[key], self._first_step[key] = ratios, self.steps
+        elif not self._fresh(key):
             ratios.clear()
-            ratios.append(self._low[size])
+            ratios.append(self._low[key])
         ratios.append(max(seen, _LEAST_MS) / max(predict(nodes), _LEAST_MS))
-        self._low[size] = sorted(ratios)[(len(ratios) - 1) // 4]
-        self._latest, self._latest_step[size] = size, self.steps
+        self._low[key] = sorted(ratios)[(len(ratios) - 1) // 4]
+        self._latest, self._latest_step[key] = key, self.steps
         if (0, rows) in self._low:
-            self._plain_then[size] = self._low[0, rows]
+            self._plain_then[key] = self._low[0, rows]
 
     def curve(
         self, rows: int, predict: Callable[[int], float], *, trial: Callable[[int], float] | None = None
@@ -213,7 +215,8 @@ class SeenTimes:
         assume = trial or predict
         sizes, times, least = list[int](), list[float](), math.inf
         for nodes in reversed(self._sizes[rows]):
-            if not (trial and nodes) or self._fresh((nodes, rows)):
+            outdated = trial is not None and nodes > 0 and not self._fresh((nodes, rows))
+            if not outdated:
                 least = min(least, self._low[nodes, rows] * self._pace((nodes, rows)) * predict(nodes))
                 sizes.append(nodes)
                 times.append(least)
@@ -249,13 +252,13 @@ class SeenTimes:
             return True
         return not self._fresh(plain) and self.curve(rows, predict)(0) < self._low[plain] * predict(0)
 
-    def _pace(self, size: Size) -> float:
+    def _pace(self, key: TimeKey) -> float:
         """Return the factor of a size's time: what plain passes take now over what they took when it was last seen."""
-        then = self._plain_then.get(size)
-        return 1.0 if then is None or self._fresh(size) else self._low[0, size[1]] / then
+        then = self._plain_then.get(key)
+        return 1.0 if then is None or self._fresh(key) else self._low[0, key[1]] / then
 
-    def _fresh(self, size: Size) -> bool:
-        return self._latest_step[size] > self.steps - SETTINGS.interval
+    def _fresh(self, key: TimeKey) -> bool:
+        return self._latest_step[key] > self.steps - SETTINGS.interval
 
 
 class StepCosts:
@@ -304,7 +307,7 @@ class StepCosts:
             time = self._pass.curve(_about(rows), predict, trial=predict_in_trial if trial else None)
             return lambda size: time(size) + host
 
-        return Times(self.shape.even(rows, nodes), curve)
+        return Times(self.shape.size_of_equal_rows(rows, nodes), curve)
 
     def draft_ms(self, key: str, depth: int, rows: int, *, trial: bool = False) -> float:
         """Return the time of a drafter's proposal down to `depth`, ms, in a step of `rows` rows whose text it has read.
@@ -372,7 +375,7 @@ class StepCosts:
         return self._calibrated(size, rows, context // _CONTEXT_STEP * _CONTEXT_STEP)
 
 
-def _alike(size: int, rows: int) -> Size:
+def _alike(size: int, rows: int) -> TimeKey:
     """Return the key under which a pass is corrected: its size in steps of an eighth, and its rows, rounded up."""
     shift = max(0, size.bit_length() - 4)
     return size >> shift << shift, _about(rows)

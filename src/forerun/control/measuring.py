@@ -259,27 +259,34 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
 
 
 def _fit(grid: Grid, samples: Mapping[Point, Sequence[float]]) -> CostModel:
-    """Convert samples to times in ms. Sizes that were not measured are interpolated; row counts and contexts with too
-    few sizes are dropped, and so are sizes that nothing was measured at.
+    """Return the cost model of samples, the wall times in seconds of each (context, rows, nodes).
+
+    Sizes that were not measured are interpolated; row counts and contexts with too few sizes are dropped, and so are
+    sizes that nothing was measured at. The model's times are ``pass_times_ms[context][rows][nodes]``, in ms.
     """
     # The lower quartile counts, because other processes can only add to a time.
     ms = {point: 1e3 * sorted(times)[(len(times) - 1) // 4] for point, times in samples.items()}
-    first, timed = grid["contexts"][0], {n for _, _, n in ms}
-    nodes = tuple(n for n in grid["nodes"] if n in timed)
-    measured = {(c, r): [n for n in nodes if (c, r, n) in ms] for c in grid["contexts"] for r in grid["rows"]}
-    least = min(2, len(nodes))
-    rows = [r for r in grid["rows"] if len(measured[first, r]) >= least]
-    contexts = [c for c in grid["contexts"] if all(len(measured[c, r]) >= least for r in rows)]
-    base = {(r, n): 0.0 for r in rows for n in nodes}
+    first_context, timed = grid["contexts"][0], {size for _, _, size in ms}
+    sizes = tuple(size for size in grid["nodes"] if size in timed)
+    pairs = [(context, count) for context in grid["contexts"] for count in grid["rows"]]
+    measured = {pair: [size for size in sizes if (*pair, size) in ms] for pair in pairs}
+    fewest = min(2, len(sizes))
+    counts = [count for count in grid["rows"] if len(measured[first_context, count]) >= fewest]
+    contexts = [
+        context for context in grid["contexts"] if all(len(measured[context, count]) >= fewest for count in counts)
+    ]
+    base = {(count, size): 0.0 for count in counts for size in sizes}  # Times at the first context, by rows and nodes
     planes = list[tuple[tuple[float, ...], ...]]()
-    for c in contexts:
+    for context in contexts:
         plane = list[tuple[float, ...]]()
-        for r in rows:  # For longer contexts, the time that they add to the first context's times is interpolated
-            added = [max(0.0, ms[c, r, n] - base[r, n]) for n in measured[c, r]]
-            plane.append(tuple(make_rising([base[r, n] + along(measured[c, r], added, n) for n in nodes])))
+        for count in counts:  # For longer contexts, the time that they add to the first context's times is interpolated
+            seen = measured[context, count]
+            added = [max(0.0, ms[context, count, size] - base[count, size]) for size in seen]
+            times = [base[count, size] + along(seen, added, size) for size in sizes]
+            plane.append(tuple(make_rising(times)))
         planes.append(tuple(plane))
-        base = {(r, n): planes[0][i][j] for i, r in enumerate(rows) for j, n in enumerate(nodes)}
-    return CostModel(nodes=nodes, rows=tuple(rows), contexts=tuple(contexts), pass_times_ms=tuple(planes))
+        base = {(count, size): planes[0][i][j] for i, count in enumerate(counts) for j, size in enumerate(sizes)}
+    return CostModel(nodes=sizes, rows=tuple(counts), contexts=tuple(contexts), pass_times_ms=tuple(planes))
 
 
 def make_rising(values: Sequence[float]) -> list[float]:

@@ -286,8 +286,8 @@ class Policy:
         """Return the tokens gained by the number of nodes of one row's tree, if all rows have as many. A pass with
         nodes has a fixed cost that all rows share: one row alone never repays it.
         """
-        times, even, price = step.times, self.costs.shape.even, step.goodput / step.batch
-        return [tokens - price * (times[even(step.batch, n)] - times[0]) for n, tokens in enumerate(worth)]
+        times, size_of, price = step.times, self.costs.shape.size_of_equal_rows, step.goodput / step.batch
+        return [tokens - price * (times[size_of(step.batch, n)] - times[0]) for n, tokens in enumerate(worth)]
 
     def _record_lookups(self, step: StepState, drafts: LookupDrafts) -> None:
         """Record what each query cost and saves, so that drafters that do not repay it are queried less often."""
@@ -315,11 +315,13 @@ class Policy:
         }
         unread = {row: arm.drafter.unread(rows[row].cache_row, len(rows[row].tokens)) for row in depths}
         step_ms = self._step_times(step, arm, max(depths.values()))
+        # The rows for which drafting pays
         depth, drafting, speedup = best_depth(list(curves.values()), step_ms, step.batch)
         eligible = list[int]()
         if not arm.trials.off:
             row_ms = step.batch * (step_ms(depth, drafting) - step.times[0]) / drafting
             eligible = self._rows_worth_reading(step, arm, curves, unread, depth, row_ms)
+        # The rows of a trial, if one is due
         probation = arm.trials.under_way or arm.trials.off or speedup < SETTINGS.min_speedup
         trial_rows = list[int]()
         if (probation or not eligible) and arm.trials.due(self.steps):
@@ -334,6 +336,7 @@ class Policy:
             eligible = [*eligible, *(row for row in trial_rows if row not in eligible)]
             curves |= {row: first_guess[: depths[row]] for row in trial_rows}
             depth, _, _ = best_depth([curves[row] for row in eligible], step_ms, step.batch)
+        # The bids for both
         if not eligible:
             return None
         return Offer(
@@ -394,8 +397,8 @@ class Policy:
         for depth in range(1, deepest + 1):
             nodes = min(self._nodes, arm.expected_nodes(depth))
             by_depth.append((nodes, self.costs.draft_ms(arm.key, depth, step.batch, trial=step.pass_trial)))
-        times, even = step.times, self.costs.shape.even
-        return lambda depth, rows: times[even(rows, by_depth[depth][0])] + by_depth[depth][1]
+        times, size_of = step.times, self.costs.shape.size_of_equal_rows
+        return lambda depth, rows: times[size_of(rows, by_depth[depth][0])] + by_depth[depth][1]
 
     def _repays_reading(self, step: StepState, row: Row, reading: float, accepted: float, row_ms: float) -> bool:
         """Return whether reading a row's text repays itself in the rest of the completion.

@@ -55,7 +55,7 @@ class Rng:
 
         Draws are keyed by absolute position, so plain decoding and a walk over a tree draw the same token from the same
         distribution, and almost always from distributions that differ in their last bits: the token with the smallest
-        exponential time is drawn, with probabilities as rates; first among blocks, then within the block. With
+        exponential variate is drawn, with probabilities as rates; first among blocks, then within the block. With
         cumulative probabilities the last bit of the first token would shift all others. Raises NumericError if `probs`
         is not a distribution (NaN, infinite, negative where it was drawn, a sum above 1); a sum below 1 is a residual.
         """
@@ -63,23 +63,23 @@ class Rng:
         masses = padded.sum(1, dtype=widest(probs.device)).cpu().double().numpy()
         if not 0 < masses.sum() < 1 + TOLERANCE:
             raise NumericError(f"what is drawn from adds up to {masses.sum()}; {HINT}")
-        times = self.exponentials(depth, len(probs))
-        block = _first(times[_BLOCK:], masses)
-        return block * _BLOCK + _first(times[:_BLOCK], padded[block].cpu().double().numpy())
+        variates = self.exponentials(depth, len(probs))
+        block = _first(variates[_BLOCK:], masses)
+        return block * _BLOCK + _first(variates[:_BLOCK], padded[block].cpu().double().numpy())
 
-    def times(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
-        """Return (T,) the numbers that `draw` will use at `depth`, before the distribution is known; `first_of` turns
-        them into the token. None if a subclass draws in its own way.
+    def exponentials_for(self, depth: int, vocabulary: int) -> NDArray[np.float64] | None:
+        """Return (T,) the exponential variates that `draw` will use at `depth`, before the distribution is known;
+        `first_of` turns them into the token. None if a subclass draws in its own way.
         """
         return self.exponentials(depth, vocabulary) if type(self).draw is Rng.draw else None
 
     def exponentials(self, depth: int, vocabulary: int) -> NDArray[np.float64]:
-        """Return (T,) exponential times, one per token of a block, then one per block. They are positive, because zero
-        divided by a rate of zero would be NaN.
+        """Return (T,) exponential variates, one per token of a block, then one per block. They are positive, because
+        zero divided by a rate of zero would be NaN.
         """
         generator = np.random.Generator(self._bits(self.position + depth, Stream.TARGET, 0))
-        times = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
-        return times + np.finfo(np.float64).tiny
+        variates = generator.standard_exponential(_BLOCK + -(-vocabulary // _BLOCK), method="inv")
+        return variates + np.finfo(np.float64).tiny
 
     def drafted(self, probs: Tensor, node: int, index: int = 0) -> int:
         """Draw a token from `probs` (V,) for a drafter, as child number `index` of `node`."""
@@ -117,26 +117,26 @@ def request_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence((seed & (2**64 - 1), number)).generate_state(1, np.uint64)[0])
 
 
-def _first(times: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
-    """Return the index of the smallest time / rate (N,): entry i with probability ``rates[i] /
+def _first(variates: NDArray[np.float64], rates: NDArray[np.float64]) -> int:
+    """Return the index of the smallest variate / rate (N,): entry i with probability ``rates[i] /
     sum``.
     """
     with np.errstate(divide="ignore"):
-        first = int((times / rates).argmin())
+        first = int((variates / rates).argmin())
     if not rates[first] > 0:
         raise NumericError(f"a token of probability {rates[first]} was drawn; {HINT}")
     return first
 
 
-def first_of(probs: Tensor, times: Tensor) -> Tensor:
-    """Return (M,) int64, the tokens that `Rng.draw` draws from `probs` (M, V). `times` (M, T) are its random numbers in
-    the device's widest float type. Does not wait for the device; a row of `probs` that is not a distribution gives an
-    arbitrary token.
+def first_of(probs: Tensor, variates: Tensor) -> Tensor:
+    """Return (M,) int64, the tokens that `Rng.draw` draws from `probs` (M, V). `variates` (M, T) are its random
+    numbers in the device's widest float type. Does not wait for the device; a row of `probs` that is not a distribution
+    gives an arbitrary token.
     """
     padded = torch.nn.functional.pad(probs, (0, -probs.shape[-1] % _BLOCK)).view(len(probs), -1, _BLOCK)
-    block = (times[:, _BLOCK:] / padded.sum(-1, dtype=times.dtype)).argmin(-1)
-    inside = padded[torch.arange(len(probs), device=probs.device), block].to(times.dtype)
-    return block * _BLOCK + (times[:, :_BLOCK] / inside).argmin(-1)
+    block = (variates[:, _BLOCK:] / padded.sum(-1, dtype=variates.dtype)).argmin(-1)
+    inside = padded[torch.arange(len(probs), device=probs.device), block].to(variates.dtype)
+    return block * _BLOCK + (variates[:, :_BLOCK] / inside).argmin(-1)
 
 
 def _uniforms(word: int, counters: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -247,18 +247,25 @@ class Processing:
         def flat(pairs: Iterable[Sequence[Any]]) -> Tensor:
             return torch.tensor([pair[0] * vocabulary + pair[1] for pair in pairs], dtype=torch.int64)
 
-        host = [flat(pairs) for pairs in (banned, allowed, biased, early, counted, prompts)]
-        host += [torch.tensor(limited, dtype=torch.int64), torch.tensor(missing, dtype=torch.int64)]
-        floats = [bias for *_, bias in biased], [n for *_, n in counted], penalties
-        host += [torch.tensor(values, dtype=dtype) for values in floats]
-        banned_at, allowed_at, biased_at, early_at, counted_at, prompt_at, limits, until, bias, counts, table = send(
-            host, device
-        )
+        host = {
+            "banned": flat(banned),
+            "allowed": flat(allowed),
+            "biased": flat(biased),
+            "early": flat(early),
+            "counted": flat(counted),
+            "prompts": flat(prompts),
+            "limited": torch.tensor(limited, dtype=torch.int64),
+            "missing": torch.tensor(missing, dtype=torch.int64),
+            "biases": torch.tensor([bias for *_, bias in biased], dtype=dtype),
+            "counts": torch.tensor([n for *_, n in counted], dtype=dtype),
+            "penalties": torch.tensor(penalties, dtype=dtype),
+        }
+        sent = dict(zip(host, send(list(host.values()), device), strict=True))
 
         def marked(at: Tensor, first: Tensor | None = None) -> Tensor:
             marks = torch.zeros(len(edits), vocabulary, dtype=torch.bool, device=device)
             if first is not None:
-                marks.index_fill_(0, limits, True).view(-1).index_fill_(0, first, False)
+                marks.index_fill_(0, sent["limited"], True).view(-1).index_fill_(0, first, False)
             marks.view(-1).index_fill_(0, at, True)
             return marks
 
@@ -269,13 +276,13 @@ class Processing:
 
         penalised = any(row != (1.0, 0.0, 0.0) for row in penalties)
         return cls(
-            outside=marked(banned_at, allowed_at) if allowed or banned else None,
-            bias=added(biased_at, bias) if biased else None,
-            early=marked(early_at) if early else None,
-            missing=until if early else None,
-            penalties=table if penalised else None,
-            prompt=marked(prompt_at) if penalised else None,
-            output=added(counted_at, counts) if penalised else None,
+            outside=marked(sent["banned"], sent["allowed"]) if allowed or banned else None,
+            bias=added(sent["biased"], sent["biases"]) if biased else None,
+            early=marked(sent["early"]) if early else None,
+            missing=sent["missing"] if early else None,
+            penalties=sent["penalties"] if penalised else None,
+            prompt=marked(sent["prompts"]) if penalised else None,
+            output=added(sent["counted"], sent["counts"]) if penalised else None,
         )
 
     def apply(self, values: Tensor, drafted: Tensor, depths: Tensor, banned: Tensor | None = None) -> Tensor:

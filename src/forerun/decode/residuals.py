@@ -76,7 +76,7 @@ class Residuals:
         if any(row.edits is not None for row in rows):
             values, self.failed = process_rows(raw, [row.edits for row in rows])
         self._vectors: dict[tuple[int, int], Tensor] = {}
-        """Vectors (V,) by (flat node, residual step), for rows whose rng does not draw by `Rng.times`."""
+        """Vectors (V,) by (flat node, residual step), for rows whose rng does not draw by `Rng.exponentials_for`."""
         tensors = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
         tensors = tensors | self._logprobs(raw, tensors)  # A recording overwrites them
         names = [name for name in tensors if name != "probs"]
@@ -119,13 +119,13 @@ class Residuals:
         )
         if not levels:
             return _form(plan, raw, values)
-        entries, times, host_drawn = self._times(size, widest(raw.device))
+        entries, variates, host_drawn = self._exponentials(size, widest(raw.device))
         drafts, draft_entries = self._drafts(size, raw.device)
-        settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=times.dtype)
+        settings = torch.tensor([settings_of(row.sampler.params) for row in self.rows], dtype=variates.dtype)
         weighted = [read.weighted for read in reads for _ in range(self.nodes)]
         columns = [entries, *self._parents()]
         columns += [column for level in levels for column in (level.nodes, *chain.from_iterable(level.steps))]
-        host = [settings, times, torch.tensor(weighted), draft_entries]
+        host = [settings, variates, torch.tensor(weighted), draft_entries]
         host += [torch.tensor(column, dtype=torch.int64) for column in columns]
 
         def keep(level: int, step: int, left: Tensor) -> None:
@@ -156,13 +156,13 @@ class Residuals:
         return [self._level(by_depth[depth]) for depth in sorted(by_depth)]
 
     def _level(self, nodes: list[int]) -> _Level:
-        asked = {flat: self.asked(flat) for flat in nodes}
-        level = _Level(nodes=sorted(nodes, key=lambda flat: -len(asked[flat])), steps=[])
-        for step in range(max(map(len, asked.values()), default=0)):
+        rejectable = {flat: self.rejectable_children(flat) for flat in nodes}
+        level = _Level(nodes=sorted(nodes, key=lambda flat: -len(rejectable[flat])), steps=[])
+        for step in range(max(map(len, rejectable.values()), default=0)):
             children, tokens, deterministic, removed = list[int](), list[int](), list[int](), list[int]()
             for flat in level.nodes:
-                if len(asked[flat]) > step:
-                    row, child = flat // self.nodes, asked[flat][step]
+                if len(rejectable[flat]) > step:
+                    row, child = flat // self.nodes, rejectable[flat][step]
                     tree = self.rows[row].tree
                     children.append(row * self.nodes + child)
                     tokens.append(tree.tokens[child])
@@ -171,7 +171,7 @@ class Residuals:
             level.steps.append((children, tokens, deterministic, removed))
         return level
 
-    def asked(self, flat: int) -> Sequence[int]:
+    def rejectable_children(self, flat: int) -> Sequence[int]:
         """Return the children of a node that its row's rule may reject, in order."""
         row = self.rows[flat // self.nodes]
         return row.tree.tried[flat % self.nodes][: row.reads.rejections]
@@ -187,8 +187,8 @@ class Residuals:
                 tokens[index * self.nodes + node] = row.tree.tokens[node]
         return parents, tokens
 
-    def _times(self, vocabulary: int, dtype: torch.dtype) -> tuple[list[int], Tensor, set[int]]:
-        """Return each flat node's index into the random numbers, the numbers (P, T), and the rows whose rng has
+    def _exponentials(self, vocabulary: int, dtype: torch.dtype) -> tuple[list[int], Tensor, set[int]]:
+        """Return each flat node's index into the exponential variates, the variates (P, T), and the rows whose rng has
         none.
         """
         entries, numbers, host_drawn = [0] * (len(self.rows) * self.nodes), list[NDArray[np.float64]](), set[int]()
@@ -197,7 +197,7 @@ class Residuals:
             for node in range(0 if row.reads.argmax else row.tree.size + 1):
                 depth = row.tree.depths[node]
                 if depth not in by_depth and index not in host_drawn:
-                    exponentials = row.rng.times(depth, vocabulary)
+                    exponentials = row.rng.exponentials_for(depth, vocabulary)
                     if exponentials is None:
                         host_drawn.add(index)
                         continue
@@ -350,7 +350,7 @@ def _form(
         tensors["top"] = raw.topk(plan.top, dim=-1).indices.flatten(0, 1)
     if not plan.levels:
         return tensors
-    settings, times, is_weighted, draft_at, time_at, parent_at, token_at, *ints = host
+    settings, variates, is_weighted, draft_at, variate_at, parent_at, token_at, *ints = host
     probs = probs_of(values, settings, filters=plan.filters)
     if plan.greedy:
         point = torch.zeros_like(probs).scatter_(-1, values.argmax(-1, keepdim=True), 1.0)
@@ -374,16 +374,16 @@ def _form(
         at, ints = ints[0], ints[1:]
         draft = None if drafts is None else drafts.index_select(0, draft_at.index_select(0, at))
         state = _StepResidual.of(probs.index_select(0, at), draft, weights.index_select(0, at))
-        clock, kind = times.index_select(0, time_at.index_select(0, at)), is_weighted.index_select(0, at)
+        variate, kind = variates.index_select(0, variate_at.index_select(0, at)), is_weighted.index_select(0, at)
         for step in range(len(counts) + 1):
             if step:
                 children, asked, deterministic, removed, *ints = ints
                 count = len(children)
-                at, clock, kind, state = at[:count], clock[:count], kind[:count], state.first(count)
+                at, variate, kind, state = at[:count], variate[:count], kind[:count], state.first(count)
                 numbers, below, state = state.reject(asked, deterministic > 0, removed > 0, kind)
                 steps[step - 1].index_copy_(1, at, numbers)
                 weights.index_copy_(0, children, below)
-            drawn[step].index_copy_(0, at, first_of(state.left, clock))
+            drawn[step].index_copy_(0, at, first_of(state.left, variate))
             if keep is not None:
                 keep(level, step, state.left)
     return tensors | {"steps": steps, "drawn": drawn}
@@ -542,7 +542,7 @@ class DeviceResidual:
         return float(self._residuals.number("entropy", self._flat))
 
     def _number(self, which: int) -> float:
-        if self._step >= len(self._residuals.asked(self._flat)):
+        if self._step >= len(self._residuals.rejectable_children(self._flat)):
             raise ArgumentError(
                 "the rule rejects more children than its `reads` declares; see `forerun.core.rules.Reads`"
             )

@@ -99,7 +99,7 @@ def step(
     top = max((group.drafter.top_ids for group in groups), default=0)
     scores = Scores(scored.logits, rows, trees, rules, top=top, flat=scored.flat, recordings=target.verifying)
     verified = [verify(row, scores, index, rules[index]) for index, row in enumerate(rows)]
-    lost = _score_roots_again(target, rows, scored, trees)
+    lost = _drop_drafts_and_rescore(target, rows, scored, trees)
     if lost:
         scores = Scores(scored.logits, rows, trees, rules, top=top, flat=scored.flat)
     for index, error in lost.items():
@@ -290,16 +290,19 @@ def _make_emitted(row: Row, tree: TokenTree, result: Verified, marks: Sequence[f
     )
 
 
-def _score_roots_again(
+def _drop_drafts_and_rescore(
     target: Target, rows: Sequence[Row], scored: Scored, row_trees: list[TokenTree]
 ) -> dict[int, NumericError]:
-    """Score the roots of rows with numeric errors again without their drafts, so that these rows decode plainly in this
-    step. Return the errors that they had, by index into `rows`.
+    """Drop the drafts of rows with numeric errors and score their roots again, so that these rows decode plainly in
+    this step. Return the errors that they had, by index into `rows`. Of each such row this changes in place:
+
+    * the cache: the slots after the root are cleared;
+    * ``row_trees[index]`` becomes the tree of the root alone, and ``rows[index].error`` None;
+    * the root's logits and hidden states in `scored` are replaced by the new ones.
 
     NaN or infinity in one slot's keys and values reaches all tokens of the row, whether or not they attend to it: a
-    drafted token that overflows, or the leftovers of a draft that was never scored, make the root's scores NaN. So the
-    slots after the roots are cleared, the trees become empty, and the roots get new scores. Rows with an empty tree and
-    clean slots keep their error.
+    drafted token that overflows, or the leftovers of a draft that was never scored, make the root's scores NaN. Rows
+    with an empty tree and clean slots keep their error.
     """
     numeric = {index: row.error for index, row in enumerate(rows) if isinstance(row.error, NumericError)}
     lost = {index: error for index, error in numeric.items() if target.clear(rows[index].cache_row) > 1}
@@ -330,6 +333,7 @@ def verify(row: Row, scores: Scores, index: int, name: str) -> Verified:
     with Isolation(row):
         if row.error is None:
             return _run_rule(row, scores, index, name)
+    # Reached only if the row has failed, before or in the block.
     return Verified(Verdict(path=(), next_token=tree.tokens[0], kind=Source.TARGET), [tree.tokens[0]], name)
 
 

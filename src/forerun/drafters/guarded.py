@@ -27,7 +27,7 @@ from forerun.core.tree import Resume, TokenTree
 from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, make_repeatable, warn_drafter
 from forerun.decode.scores import Scores
 from forerun.drafters import build
-from forerun.errors import InvalidDraftError, of_the_process
+from forerun.errors import ArgumentError, InvalidDraftError, of_the_process
 from forerun.model import Target
 from forerun.model.layers import check_boundaries
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
@@ -37,7 +37,10 @@ T = TypeVar("T")
 
 class Guarded(Drafter):
     """Wraps a drafter so that it neither raises nor proposes an invalid draft, and counts its failures. The properties
-    of the inner drafter (`depth`, `requires`, `watches`, ...) are read once; `method` is its name in messages.
+    of the inner drafter (`depth`, `requires`, `watches`, ...) are read once, here; `method` is its name in messages.
+
+    Raises:
+        ArgumentError: a property is invalid, so it is unknown what the drafter needs.
     """
 
     name = "guarded"
@@ -51,13 +54,28 @@ class Guarded(Drafter):
         self.failed = False  # The drafter has failed since this was last set to False
         self._target, self._failures = setup.target, setup.failures
         self._closed = set[int]()
-        self._useless = False  # A property was invalid, so the drafter is never called
         self._owed = 0  # Failures that belong to no row; counted for the next row that it drafts for
-        self.depth = self._read_property("depth", _DEPTH, None)
-        self.requires = self._read_property("requires", self._boundaries, frozenset[Boundary]())
-        self._watches = self._read_property("watches", _FLAG, otherwise=False)
-        self.top_ids = self._read_property("top_ids", int, 0)
-        self.remembers = self._read_property("remembers", _FLAG, otherwise=False)
+        self.depth = self._read("depth", int | None, "a number of tokens or None")
+        self.requires = frozenset(self._read("requires", Set, "a set of layer boundaries"))
+        self._watches = self._read("watches", bool, "True or False")
+        self.top_ids = self._read("top_ids", int, "a number of ids")
+        self.remembers = self._read("remembers", bool, "True or False")
+
+    def _read(self, name: str, kind: Any, expected: str) -> Any:
+        """Return a property of the inner drafter. Raises ArgumentError, which names both, if that fails, if it is of
+        another kind, or if the target has no such layer boundary.
+        """
+        try:
+            value = getattr(self.drafter, name)
+            if not isinstance(value, kind):
+                raise TypeError(f"expected {expected}, got {value!r}")
+            if kind is Set and value:
+                check_boundaries(value, self._target.num_layers)
+        except BaseException as error:
+            if of_the_process(error):
+                raise
+            raise ArgumentError(f"drafter {self.method!r} cannot be used: its property {name}: {error!r}") from error
+        return value
 
     @classmethod
     def build(cls, method: str, options: Mapping[str, Any], setup: DrafterSetup, **own: Any) -> Self:
@@ -121,7 +139,7 @@ class Guarded(Drafter):
         """Truncate rows; those that become free are opened again."""
         affected = {row: n for row, n in zip(rows, lengths, strict=True) if n == 0 or row not in self._closed}
         with self._guarding(list(affected), "to forget"):
-            if affected and not self._useless:
+            if affected:
                 self.drafter.truncate(list(affected), list(affected.values()))
             self._closed.difference_update(row for row, length in affected.items() if length == 0)
 
@@ -137,11 +155,11 @@ class Guarded(Drafter):
 
     def memory_bytes(self) -> int:
         """Return the drafter's `memory_bytes`; 0 if that is not valid."""
-        return self._ask("memory_bytes()", self.drafter.memory_bytes, _BYTES, 0)
+        return max(0, self._ask("memory_bytes()", self.drafter.memory_bytes, 0))
 
     def kind(self, sampler: Sampler) -> DraftKind:
         """Return the drafter's `kind`, or a kind that is safe for any draft if that is not a `DraftKind`."""
-        return self._ask("kind()", partial(self.drafter.kind, sampler), _KIND, DraftKind())
+        return self._ask("kind()", partial(self.drafter.kind, sampler), DraftKind())
 
     # --- failures ---------------------------------------------------------------------------------------------------
 
@@ -151,9 +169,6 @@ class Guarded(Drafter):
         if places and self._owed:
             self._failures[context.rows[places[0]]] += self._owed
             self._owed = 0
-        if places and self._useless:
-            self._close([context.rows[place] for place in places])
-            return []
         return places
 
     def _narrow(self, context: DraftContext, places: Sequence[int]) -> DraftContext:
@@ -177,10 +192,15 @@ class Guarded(Drafter):
         warn_drafter(self.method, task, repr(error))
         self._close(rows)
 
-    def _ask(self, name: str, ask: Callable[[], Any], read: Callable[[Any], T], otherwise: T) -> T:
-        """Return the result of a call that concerns no particular row; a failure is counted for the next row."""
+    def _ask(self, name: str, ask: Callable[[], T], otherwise: T) -> T:
+        """Return the result of a call that concerns no particular row. If that fails, or is of another type than
+        `otherwise`, a failure is counted for the next row.
+        """
         try:
-            return read(ask())
+            answer = ask()
+            if not isinstance(answer, type(otherwise)):
+                raise TypeError(f"expected {type(otherwise).__name__}, got {answer!r}")
+            return answer
         except BaseException as error:
             if of_the_process(error):
                 raise
@@ -192,36 +212,6 @@ class Guarded(Drafter):
         self.failed = True
         self._closed.update(rows)
         self._failures.update(rows)
-
-    def _read_property(self, name: str, read: Callable[[Any], T], otherwise: T) -> T:
-        """Return a property of the drafter. If it is invalid, the drafter is never called, because it is unknown what
-        it needs.
-        """
-        before = self._owed
-        value = self._ask(name, lambda: getattr(self.drafter, name), read, otherwise)
-        self._useless = self._useless or self._owed > before
-        return value
-
-    def _boundaries(self, told: Any) -> frozenset[Boundary]:
-        boundaries = frozenset[Boundary](told)
-        if boundaries:
-            check_boundaries(boundaries, self._target.num_layers)
-        return boundaries
-
-
-def _expecting(what: str, fits: Callable[[Any], bool]) -> Callable[[Any], Any]:
-    def read(told: Any) -> Any:
-        if not fits(told):
-            raise TypeError(f"expected {what}, got {told!r}")
-        return told
-
-    return read
-
-
-_FLAG = _expecting("True or False", lambda told: isinstance(told, bool))
-_DEPTH = _expecting("a number of tokens or None", lambda told: told is None or (isinstance(told, int) and told >= 1))
-_BYTES = _expecting("a number of bytes", lambda told: isinstance(told, int) and told >= 0)
-_KIND = _expecting("a DraftKind", lambda told: isinstance(told, DraftKind))
 
 
 # --- put off until it is asked ----------------------------------------------------------------------------------------
@@ -263,7 +253,7 @@ class Deferred(Guarded):
         return self._watches and not self.idle
 
     def extend(self, context: DraftContext) -> None:
-        self._put_waiting_aside()
+        self._flush(frozenset())
         now, waiting = list[int](), list[int]()
         reads = {boundary: states for boundary, states in context.hidden_states.items() if boundary in self.requires}
         each = sum(states.shape[-1] * states.element_size() for states in reads.values())
@@ -272,22 +262,22 @@ class Deferred(Guarded):
             row = self._rows.setdefault(row_id, _DeferredRow())
             new = min(fresh, len(tokens) - 1)
             at_once = row.held + new > most if reads else row.proposed
-            if (at_once or row.proposed) and row.shown == len(tokens) - fresh and not row.states:
+            if (at_once or row.proposed) and row.read == len(tokens) - fresh and not row.states:
                 (now if at_once else waiting).append(index)
                 continue
-            self._put_aside(context, index)
+            self._defer(context, index)
             if at_once:
-                self._show([index], context)
+                self._pass_on([index], context)
         if waiting:
             self._waiting = context.of(waiting)
         if now:
-            self._mark_shown(context, now)
+            self._mark_read(context, now)
             super().extend(context.of(now))
 
     def unread(self, row: int, length: int) -> int:
         """Return how many of a row's `length` tokens the drafter has not read yet."""
         known = self._rows.get(row)
-        return length - (known.shown if known is not None else 0)
+        return length - (known.read if known is not None else 0)
 
     def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
         limits = zip(context.rows, budget.nodes, budget.depth, strict=True)
@@ -300,25 +290,25 @@ class Deferred(Guarded):
     def catch_up(self, context: DraftContext, wanted: Sequence[int]) -> None:
         """Pass on the deferred tokens of these rows of the context."""
         rows = [self._rows.setdefault(context.rows[index], _DeferredRow()) for index in wanted]
-        self._show_waiting({context.rows[index] for index in wanted})
-        late = [index for index, row in zip(wanted, rows, strict=True) if row.shown < len(context.tokens[index])]
+        self._flush({context.rows[index] for index in wanted})
+        late = [index for index, row in zip(wanted, rows, strict=True) if row.read < len(context.tokens[index])]
         if late:
-            self._show(late, context)
+            self._pass_on(late, context)
 
     def truncate(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        self._put_waiting_aside()
+        self._flush(frozenset())
         for row_id, length in zip(rows, lengths, strict=True):
             if length == 0:
                 self._rows.pop(row_id, None)
             elif (row := self._rows.get(row_id)) is not None:
-                keep = max(0, length - row.shown - (row.shown == 0))
+                keep = max(0, length - row.read - (row.read == 0))
                 states = row.states.items() if keep else ()
                 row.states = {boundary: [torch.cat(parts)[:keep]] for boundary, parts in states}
                 row.held = min(row.held, keep)
-                row.shown, row.proposed = min(row.shown, length), False
+                row.read, row.proposed = min(row.read, length), False
         super().truncate(rows, lengths)
 
-    def _put_aside(self, context: DraftContext, index: int) -> None:
+    def _defer(self, context: DraftContext, index: int) -> None:
         """Defer one of the context's rows, with a copy of its states, since the context's tensors hold all rows."""
         row = self._rows[context.rows[index]]
         new = min(context.fresh[index], len(context.tokens[index]) - 1)
@@ -328,10 +318,7 @@ class Deferred(Guarded):
         row.held += new if reads else 0
         row.proposed = False
 
-    def _put_waiting_aside(self) -> None:
-        self._show_waiting(frozenset())
-
-    def _show_waiting(self, wanted: Set[int]) -> None:
+    def _flush(self, wanted: Set[int]) -> None:
         """Pass on the outcome of the last proposals for these rows, and defer that of the others."""
         waiting, self._waiting = self._waiting, None
         if waiting is None:
@@ -339,15 +326,15 @@ class Deferred(Guarded):
         now = [index for index, row in enumerate(waiting.rows) if row in wanted]
         for index, row in enumerate(waiting.rows):
             if row not in wanted:
-                self._put_aside(waiting, index)
+                self._defer(waiting, index)
         if now:
-            self._mark_shown(waiting, now)
+            self._mark_read(waiting, now)
             super().extend(waiting.of(now))
 
-    def _show(self, late: Sequence[int], context: DraftContext) -> None:
+    def _pass_on(self, late: Sequence[int], context: DraftContext) -> None:
         """Pass on everything that was deferred for these rows of the context."""
         rows = [self._rows[context.rows[index]] for index in late]
-        fresh = [len(context.tokens[index]) - row.shown for index, row in zip(late, rows, strict=True)]
+        fresh = [len(context.tokens[index]) - row.read for index, row in zip(late, rows, strict=True)]
         hidden_states = {
             boundary: pad_sequence([torch.cat(row.states[boundary]) for row in rows], batch_first=True)
             for boundary in self.requires
@@ -356,18 +343,18 @@ class Deferred(Guarded):
         for row in rows:
             row.states.clear()
             row.held = 0
-        self._mark_shown(context, late)
+        self._mark_read(context, late)
         super().extend(replace(context.of(late), fresh=fresh, hidden_states=hidden_states))
 
-    def _mark_shown(self, context: DraftContext, indices: Sequence[int]) -> None:
+    def _mark_read(self, context: DraftContext, indices: Sequence[int]) -> None:
         for index in indices:
             row = self._rows[context.rows[index]]
-            row.shown, row.proposed = len(context.tokens[index]), False
+            row.read, row.proposed = len(context.tokens[index]), False
 
 
 @dataclass(slots=True)
 class _DeferredRow:
-    shown: int = 0  # Tokens that the drafter has read
+    read: int = 0  # Tokens that the drafter has read
     proposed: bool = False  # The outcome of a proposal has not been passed on yet
     states: dict[Boundary, list[Tensor]] = field(default_factory=dict)  # Deferred: (F, H) per boundary and call
     held: int = 0  # Tokens with deferred states

@@ -128,7 +128,7 @@ class AsyncLLM:
         loop = asyncio.get_running_loop()
         request = await self._lanes.run(reader.lane(prompt, params), work, client=client)
         request.queued_at = arrived
-        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
+        request.set_owner(cache_salt=cache_salt, client=client, user=user, priority=priority)
         inbox = _Inbox(loop, None if max_unread is None else max_unread * request.params.n)
         submitted = loop.run_in_executor(self._worker, partial(_raisable, partial(self._submit, request, inbox)))
         try:
@@ -239,7 +239,7 @@ class AsyncLLM:
         if self._drained is not None:
             raise ArgumentError("an update of the weights, or sleep, is already running; try again when it has ended")
         self._drained = drained
-        self.llm.engine.hold(cut=mode == "abort")
+        self.llm.engine.pause_admission(abort=mode == "abort")
         self._go_on()
 
     def _end_pause(self) -> None:
@@ -250,7 +250,7 @@ class AsyncLLM:
     def _resume(self) -> None:
         """Resume admission, in the worker, unless the engine sleeps or a pause has not ended."""
         if self._drained is None and not self.llm.is_sleeping:
-            self.llm.engine.resume()
+            self.llm.engine.resume_admission()
             self._go_on()
 
     def _release(self, request_id: str) -> None:

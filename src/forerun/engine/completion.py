@@ -52,14 +52,14 @@ class Request:
     last_token_at: float | None = None
     cached_tokens: int = 0  # Prompt tokens that were found in the prefix cache
 
-    def belong(self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int) -> None:
+    def set_owner(self, *, cache_salt: str | None, client: str | None, user: str | None, priority: int) -> None:
         """Set the request's isolation domain, client, user and priority, see `LLM.submit`."""
         self.client, self.user, self.priority = client, user, priority
         for completion in self.completions:
             completion.row.cache_salt = cache_salt
 
     @property
-    def scored(self) -> list[Mapping[int, TokenLogprob] | None] | None:
+    def complete_prompt_logprobs(self) -> list[Mapping[int, TokenLogprob] | None] | None:
         """The prompt's log-probabilities, or None until they are complete."""
         found = self.prompt_logprobs
         return found if found is not None and len(found) == len(self.prompt_tokens) else None
@@ -68,15 +68,16 @@ class Request:
     def finished(self) -> bool:
         return all(completion.finish_reason is not None for completion in self.completions)
 
-    def late(self, now: float) -> bool:
+    def timed_out(self, now: float) -> bool:
         """Return whether the request has timed out at `now`, `time.perf_counter`."""
         return self.timeout_s is not None and self.queued_at is not None and now - self.queued_at >= self.timeout_s
 
-    def closing(self, chunk: StreamChunk) -> StreamChunk:
+    def last_chunk(self, chunk: StreamChunk) -> StreamChunk:
         """Return the request's last chunk, with the whole output."""
         row = self.completions[chunk.index].row
         with Isolation(row):
             return replace(chunk, output=self.output())
+        # Reached only if the block raised: `Isolation` made the error the row's.
         return replace(chunk, error=row.error)
 
     def release(self) -> None:
@@ -98,7 +99,7 @@ class Request:
             prompt_token_ids=self.prompt_tokens,
             outputs=[completion.output() for completion in self.completions],
             finished=self.finished,
-            prompt_logprobs=self.scored,
+            prompt_logprobs=self.complete_prompt_logprobs,
             time_to_first_token_s=first - queued if first is not None and queued is not None else None,
             decode_s=last - first if first is not None and last is not None else None,
             num_cached_tokens=self.cached_tokens,
@@ -122,7 +123,7 @@ class Completion:
     stop_reason: int | str | None = None
     order: int = 0  # Position in the order of arrival
     preemptions: int = 0  # Times that it was preempted
-    introduced: bool = False  # Its drafter has read its text
+    drafter_has_read: bool = False  # Its drafter has read its text
     failed: bool = False  # Its row in the cache must not be reused as a prefix
 
     def append(self, emitted: Emitted) -> StreamChunk:
@@ -132,7 +133,7 @@ class Completion:
         with Isolation(self.row):
             if self.row.error is None:
                 return self._append(emitted)
-        return self._fail()
+        return self._fail()  # Reached only if the row has failed, before or in the block
 
     def _append(self, emitted: Emitted) -> StreamChunk:
         new: list[OutputToken] = []
@@ -170,7 +171,7 @@ class Completion:
         with Isolation(self.row):
             self.text.add(self.detokenizer.flush())
             return self._chunk(self.text.release(final=True), [], first=not self.tokens)
-        return self._fail()
+        return self._fail()  # Reached only if the block raised
 
     def _fail(self) -> StreamChunk:
         """End the whole request with the row's error. The text is not touched, because decoding it may have failed."""
@@ -192,7 +193,7 @@ class Completion:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             prompt_token_ids=self.request.prompt_tokens if first else None,
-            prompt_logprobs=self.request.scored if first else None,
+            prompt_logprobs=self.request.complete_prompt_logprobs if first else None,
             error=self.row.error,
         )
 

@@ -26,8 +26,8 @@ from forerun.engine.scheduling import (
     Prefill,
     PrefillQueue,
     Scheduling,
+    completion_to_preempt,
     next_in_line,
-    row_for,
     run_prefills,
 )
 from forerun.errors import ArgumentError
@@ -53,13 +53,13 @@ class Engine:
         self._waiting: list[Completion] = []
         self._running: list[Completion] = []
         self._prefilling: list[Prefill] = []
-        self._unshown: list[Prefill] = []  # Prompts with prefilled tokens that their drafters have not read yet
+        self._unread: list[Prefill] = []  # Prompts with prefilled tokens that their drafters have not read yet
         self._prefixes = PrefixCache(target, enabled=self.scheduling.enable_prefix_caching)
         self._prefilled_last = False
         self._queue = PrefillQueue(scheduling, padded=target.pads_prompts)
-        self._times, self._introducing_s = PassTimes(), 0.0
-        self._kept_from: int | None = None  # While admission is paused: order of the first completion that must wait
-        self._cut_before = 0  # Completions with a smaller order are aborted at the next step
+        self._times, self._drafters_read_s = PassTimes(), 0.0
+        self._admit_before: int | None = None  # While admission is paused: order of the first completion that must wait
+        self._abort_before = 0  # Completions with a smaller order are aborted at the next step
 
     @property
     def busy(self) -> bool:
@@ -104,18 +104,18 @@ class Engine:
         self._retire()
         request.release()
 
-    def hold(self, *, cut: bool) -> None:
-        """Let new requests wait until `resume`. With `cut`, present ones are aborted at the next step; their outputs
-        hold the tokens that they have."""
+    def pause_admission(self, *, abort: bool) -> None:
+        """Let new requests wait until `resume_admission`. With `abort`, present ones are aborted at the next step;
+        their outputs hold the tokens that they have."""
         now = next(self._order)
-        if self._kept_from is None:
-            self._kept_from = now
-        if cut:
-            self._cut_before = now
+        if self._admit_before is None:
+            self._admit_before = now
+        if abort:
+            self._abort_before = now
 
-    def resume(self) -> None:
+    def resume_admission(self) -> None:
         """Admit waiting requests again."""
-        self._kept_from = None
+        self._admit_before = None
 
     def write_weights(self, weights: Any, folder: Path) -> None:
         """Replace the target's weights by those that `Target.open_weights` has read from a folder, while no request
@@ -165,10 +165,11 @@ class Engine:
         chunks = self._expire()
         self._preempt_youngest()
         self._admit()
-        reading = {completion for prefill in self._prefilling for completion in prefill.completions}
-        decoding = [completion for completion in self._running if completion not in reading]
-        self._prefilled_last = bool(reading) and not (decoding and self._prefilled_last)
-        if self._prefilled_last:
+        prefilling = {completion for prefill in self._prefilling for completion in prefill.completions}
+        decoding = [completion for completion in self._running if completion not in prefilling]
+        prefill_now = bool(prefilling) and not (decoding and self._prefilled_last)
+        self._prefilled_last = prefill_now
+        if prefill_now:
             chunks += self._prefill(beside=bool(decoding))
         elif decoding:
             chunks += self._decode(decoding)
@@ -190,8 +191,8 @@ class Engine:
 
     def _admissible(self) -> list[Completion]:
         """Return the waiting completions that may get a row."""
-        kept_from = self._kept_from
-        return [completion for completion in self._waiting if kept_from is None or completion.order < kept_from]
+        admit_before = self._admit_before
+        return [completion for completion in self._waiting if admit_before is None or completion.order < admit_before]
 
     def _make_room(self, completion: Completion) -> bool:
         """Return whether there are a row and memory for a completion, after preempting completions of clients or users
@@ -199,7 +200,7 @@ class Engine:
         """
         staying, leaving = list(self._running), list[Completion]()
         while not (leaving or len(self._prefixes)) or not self._fits([*staying, completion]):
-            other = row_for(completion, staying, self.target.lengths)
+            other = completion_to_preempt(completion, staying, self.target.lengths)
             if other is None:
                 return False
             staying.remove(other)
@@ -248,19 +249,19 @@ class Engine:
         row, drafter = completion.row, completion.drafter
         keep = keep and self._prefixes.enabled
         held: CachedText = self._held(completion) if keep else ((), None)
-        remembers = keep and completion.introduced and not row.drafter_errors and self.drafting.remembers(drafter)
-        if drafter is not None and completion.introduced:
+        remembers = keep and completion.drafter_has_read and not row.drafter_errors and self.drafting.remembers(drafter)
+        if drafter is not None and completion.drafter_has_read:
             self.drafting.finish(drafter, row)
         if drafter is not None and not remembers:
             self.drafting.forget(drafter, [row.cache_row], [0])
         self._prefixes.release(row.cache_row, held, drafter if remembers else None)
         self._running.remove(completion)
-        for prefill in [*self._prefilling, *self._unshown]:
+        for prefill in [*self._prefilling, *self._unread]:
             if completion in prefill.completions:
                 prefill.completions.remove(completion)
         self._prefilling = [prefill for prefill in self._prefilling if prefill.completions]
-        self._unshown = [prefill for prefill in self._unshown if prefill.completions]
-        completion.introduced, row.cache_row = False, -1
+        self._unread = [prefill for prefill in self._unread if prefill.completions]
+        completion.drafter_has_read, row.cache_row = False, -1
 
     def _retire(self) -> None:
         self._waiting = [completion for completion in self._waiting if completion.finish_reason is None]
@@ -274,7 +275,7 @@ class Engine:
     def _expire(self) -> list[StreamChunk]:
         now, chunks = time.perf_counter(), list[StreamChunk]()
         for completion in [*self._waiting, *self._running]:
-            if completion.order < self._cut_before or completion.request.late(now):
+            if completion.order < self._abort_before or completion.request.timed_out(now):
                 chunks.append(completion.expire())
         if chunks:
             self._retire()
@@ -320,30 +321,28 @@ class Engine:
         """Prefill the next chunks of prompts, and emit the first token of each prompt that is complete. `beside` says
         that running completions wait meanwhile.
         """
-        self._introduce()
+        self._let_drafters_read()
         began = time.perf_counter()
         pieces = self._queue.next_pass(self._prefilling, self._budget(beside=beside))
         texts = [prefill for prefill, _ in pieces]
         logits = run_prefills(self.target, pieces)
         # Drafters read this chunk before the next pass; the time for the chunk before stands for that.
-        took = time.perf_counter() - began + self._introducing_s
+        took = time.perf_counter() - began + self._drafters_read_s
         self._times.add_pass(sum(len(tokens) for _, tokens in pieces), took)
         self._prefilling = [prefill for prefill in self._prefilling if not prefill.finished]
-        self._unshown += [prefill for prefill in texts if prefill.finished or not prefill.shared]
-        finished = ((index, prefill) for index, prefill in enumerate(texts) if prefill.finished)
-        beginning = [
-            (index, completion)
-            for index, prefill in finished
-            for completion in prefill.completions
-            if not completion.tokens
-        ]
-        ended = [completion.end_empty() for _, completion in beginning if not completion.row.tokens_left]
-        beginning = [(index, completion) for index, completion in beginning if completion.row.tokens_left]
-        if not beginning:
-            return ended
-        rows, indices = [completion.row for _, completion in beginning], [index for index, _ in beginning]
-        emitted = first_tokens(rows, logits[indices], isolate=True)
-        return ended + [completion.append(tokens) for (_, completion), tokens in zip(beginning, emitted, strict=True)]
+        self._unread += [prefill for prefill in texts if prefill.finished or not prefill.shared]
+        chunks, starting = list[StreamChunk](), list[tuple[int, Completion]]()
+        for index, prefill in enumerate(texts):
+            for completion in prefill.completions if prefill.finished and prefill.begins else ():
+                if completion.row.tokens_left:
+                    starting.append((index, completion))
+                else:
+                    chunks.append(completion.end_empty())
+        if starting:
+            rows = [completion.row for _, completion in starting]
+            emitted = first_tokens(rows, logits[[index for index, _ in starting]], isolate=True)
+            chunks += [completion.append(tokens) for (_, completion), tokens in zip(starting, emitted, strict=True)]
+        return chunks
 
     def _budget(self, *, beside: bool) -> int:
         """Return the number of prompt tokens for the next pass."""
@@ -353,7 +352,7 @@ class Engine:
         return self._times.tokens(beside=beside) if self.target.device.type == "cpu" else PREFILL_CHUNK
 
     def _decode(self, completions: Sequence[Completion]) -> list[StreamChunk]:
-        self._introduce()
+        self._let_drafters_read()
         began = time.perf_counter()
         rows = [completion.row for completion in completions]
         configs = [completion.request.speculative for completion in completions]
@@ -370,21 +369,21 @@ class Engine:
         self._times.add_step(time.perf_counter() - began)
         return [completion.append(tokens) for completion, tokens in zip(completions, emitted, strict=True)]
 
-    def _introduce(self) -> None:
+    def _let_drafters_read(self) -> None:
         """Let drafters read the prompt chunks that were prefilled since the last call. This happens before the next
         pass, so that no first token waits for it, and chunk by chunk, so that a long prompt does not delay the others.
         Drafters themselves limit how many hidden states they keep.
         """
-        if not self._unshown:
+        if not self._unread:
             return
         began = time.perf_counter()
         new_sequences = defaultdict[str, list[NewSequence]](list)
-        for prefill in self._unshown:
+        for prefill in self._unread:
             states = prefill.hidden_states()
             for index, completion in enumerate(prefill.completions):
                 if completion.drafter is None:
                     continue
-                completion.introduced = prefill.finished
+                completion.drafter_has_read = prefill.finished
                 known = prefill.known if index == 0 else 0
                 length = len(completion.row.tokens) if prefill.finished else prefill.done
                 if length > known:
@@ -392,11 +391,11 @@ class Engine:
                     part = {boundary: whole[:count] for boundary, whole in states.items()}
                     new = NewSequence(row=completion.row, known=known, length=length, states=part)
                     new_sequences[completion.drafter].append(new)
-            prefill.shown()
-        self._unshown.clear()
+            prefill.mark_read()
+        self._unread.clear()
         for key, sequences in new_sequences.items():
-            self.drafting.introduce(key, sequences)
-        self._introducing_s = time.perf_counter() - began
+            self.drafting.read(key, sequences)
+        self._drafters_read_s = time.perf_counter() - began
 
     def _closed(self, chunks: Sequence[StreamChunk]) -> list[StreamChunk]:
         """Return the chunks; the last chunk of each finished request carries the request's whole output."""
@@ -405,7 +404,7 @@ class Engine:
         for index, chunk in enumerate(chunks):
             request = self._requests[chunk.request_id]
             ends = request.finished and last[chunk.request_id] == index
-            closed.append(request.closing(chunk) if ends else chunk)
+            closed.append(request.last_chunk(chunk) if ends else chunk)
         for request_id in last:
             if self._requests[request_id].finished:
                 self._requests.pop(request_id).release()

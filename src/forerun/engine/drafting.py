@@ -193,7 +193,7 @@ class DrafterPool:
             return active.depth
         return min(asked, active.depth)
 
-    def introduce(self, key: str, sequences: Sequence[NewSequence]) -> None:
+    def read(self, key: str, sequences: Sequence[NewSequence]) -> None:
         """Let drafters read the texts (prompts and first tokens) of rows that are new to them, as far as these are
         prefilled.
         """

@@ -120,9 +120,7 @@ class LLM:
         check_models_named(self.speculative, str(getattr(model, "name_or_path", model)))
         own_tokenizer = cache(partial(load_tokenizer, model, tokenizer, read_template(chat_template)))  # On demand
         weights, cached = drafter_bytes(self.speculative)
-        backend = opening.get("backend", "auto")
-        needed = "transformers" if backend == "auto" and reads_layers(self.speculative) else backend
-        opening |= {"backend": needed, "dtype": dtype, "device": device}
+        opening |= {"backend": _back_end(opening, self.speculative), "dtype": dtype, "device": device}
         _check_context(max_model_len, model, opening)
         target = load_target(
             model,
@@ -380,7 +378,7 @@ class LLM:
             trace=trace,
             timeout_s=timeout_s,
         )
-        request.belong(cache_salt=cache_salt, client=client, user=user, priority=priority)
+        request.set_owner(cache_salt=cache_salt, client=client, user=user, priority=priority)
         with self._alone():
             return self.queue(request)
 
@@ -547,6 +545,9 @@ class LLM:
         return chunks
 
     def _received(self, request_id: str) -> Iterator[Any]:
+        """Yield None once, so that the generator can be started before there is a chunk, then the request's chunks. The
+        request is aborted where the generator is closed early.
+        """
         inbox = self._inbox.setdefault(request_id, deque())
         try:
             yield None
@@ -597,3 +598,9 @@ def _check_context(max_model_len: int | None, model: Any, opening: Mapping[str, 
 def _refuse_longer(max_model_len: int | None, context: int) -> None:
     if max_model_len is not None and max_model_len > context:
         raise ArgumentError(f"max_model_len {max_model_len} exceeds the model's context of {context}: lower it to that")
+
+
+def _back_end(opening: Mapping[str, Any], config: SpeculativeConfig | None) -> str:
+    """Return the requested back end, or the one that the drafter needs."""
+    requested: str = opening.get("backend", "auto")
+    return "transformers" if requested == "auto" and reads_layers(config) else requested

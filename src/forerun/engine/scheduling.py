@@ -30,8 +30,7 @@ CUT = 8  # Prompts are cut at multiples of this many tokens, or of the limit whe
 MAX_GAP = 2.75
 """Most decoding steps that the next token of a running completion, or a prompt that has just arrived, waits for a
 prefill pass, a decoding step of its own included. Beside running completions a prefill pass therefore takes less than
-two
-decoding steps: for SmolLM2-135M in bfloat16 on two cores 24 tokens of an empty context, 8 after 3,500.
+two decoding steps: for SmolLM2-135M in bfloat16 on two cores 24 tokens of an empty context, 8 after 3,500.
 """
 
 
@@ -80,7 +79,9 @@ def next_in_line(waiting: Sequence[Completion], running: Sequence[Completion]) -
     )
 
 
-def row_for(completion: Completion, running: Sequence[Completion], lengths: Sequence[int]) -> Completion | None:
+def completion_to_preempt(
+    completion: Completion, running: Sequence[Completion], lengths: Sequence[int]
+) -> Completion | None:
     """Return the running completion to preempt for `completion`, or None if it has to wait.
 
     A completion is preempted if its client (among users of one client: its user; of one user: its request) has at least
@@ -286,7 +287,7 @@ class Prefill:
         """Return the hidden states (M, H) of all tokens that were run since its drafter last read some."""
         return {boundary: torch.cat(parts) for boundary, parts in self.states.items()}
 
-    def shown(self) -> None:
+    def mark_read(self) -> None:
         """Note that its drafter has read all tokens that were run. The last hidden state is kept for the next token."""
         self.known = self.done
         self.states = {boundary: [parts[-1][-1:].clone()] for boundary, parts in self.states.items()}

@@ -62,7 +62,7 @@ class Committed:
 
 class HeadRunner(ABC, Generic[Frontier]):
     """Runs a `Head` beside a target for `rows` sequences of at most `slots` entries, and trees
-    behind them of which it runs at most `run` nodes.
+    behind them of which it runs at most `max_run_nodes` nodes.
     """
 
     head: Head
@@ -70,7 +70,7 @@ class HeadRunner(ABC, Generic[Frontier]):
     """(B, F) acceptance estimate of a token drawn from the latest level, if the head gives one."""
     _frontier: Frontier | None = None  # None outside `unroll`
 
-    def __init__(self, head: Head, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
+    def __init__(self, head: Head, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0) -> None:
         self.head, self.target = head, target
         self.lengths = [0] * rows  # Entries with the target's own features, by row
         weight = head.weight
@@ -96,7 +96,7 @@ class HeadRunner(ABC, Generic[Frontier]):
     def unroll(
         self,
         rows: Sequence[int],
-        run: int,
+        max_run_nodes: int,
         grow: Callable[..., Tree],
         *numbers: Tensor,
         levels: int | None = None,
@@ -106,7 +106,7 @@ class HeadRunner(ABC, Generic[Frontier]):
         lives until the next call.
 
         Args:
-            run: most nodes of a row that `grow` lets the head run.
+            max_run_nodes: most nodes of a row that `grow` lets the head run.
             grow: makes a tree of each row's logits (B, 1, V') at the root, with `descend` for those further down; it is
                 called with the logits and the `numbers`.
             numbers: what differs from call to call under one key, on the device.
@@ -118,7 +118,7 @@ class HeadRunner(ABC, Generic[Frontier]):
             more = bucket(count) - count
             rows = [*rows, *[rows[-1]] * more]
             numbers = tuple(extend_rows(part, more) for part in numbers)
-        size = self._make_room(rows, run, levels, recorded)
+        size = self._make_room(rows, max_run_nodes, levels, recorded)
 
         def work(index: Tensor, lengths: Tensor, *numbers: Tensor) -> Tree:
             logits, self._frontier = self._begin(rows, index, lengths, size, recorded)
@@ -131,7 +131,7 @@ class HeadRunner(ABC, Generic[Frontier]):
         return tree if len(rows) == count else first_rows(tree, count)
 
     @abstractmethod
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
         """Make room for the nodes of `unroll`, and return the size that its work depends on besides the rows."""
 
     def descend(self, tokens: Tensor, parents: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class ParallelRunner(LastStateRunner[_AtDepth]):
 
     head: ParallelHead
 
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
         depths = self.head.config.max_depth if levels is None else levels
         assert depths is not None, "a parallel head has so many output heads"
         return depths
@@ -237,8 +237,10 @@ class SharingRunner(LastStateRunner["_Shared"]):
 
     head: SharingHead
 
-    def __init__(self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
+    def __init__(
+        self, head: SharingHead, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0
+    ) -> None:
+        super().__init__(head, target, rows, slots, max_run_nodes)
         self._layers = {kind: target.layer_that_keeps(kind) for kind in head.windows}
 
     def ingest(self, rows: Sequence[int], tokens: Sequence[Sequence[int]], hidden_states: HiddenStates) -> None:
@@ -246,7 +248,7 @@ class SharingRunner(LastStateRunner["_Shared"]):
         index, roots = send((torch.tensor(rows), torch.tensor([row[-1] for row in tokens])), self.device)
         self._roots[index] = roots
 
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
         return max(self.lengths[row] for row in rows)
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_Shared]:
@@ -302,16 +304,18 @@ class AttendingRunner(HeadRunner[Frontier]):
 
     head: AttendingHead
 
-    def __init__(self, head: AttendingHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
-        self._cache = SlotCache(rows, slots + self._behind(run))
+    def __init__(
+        self, head: AttendingHead, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0
+    ) -> None:
+        super().__init__(head, target, rows, slots, max_run_nodes)
+        self._cache = SlotCache(rows, slots + self._slots_for_tree(max_run_nodes))
         self._kinds = [FULL if window is None else SLIDING for window in head.windows]
         self._reach = next((window for window in head.windows if window is not None), None)
         self._kinds_unseen = list(zip(self._kinds, head.unseen, strict=True))
 
-    def _behind(self, run: int) -> int:
-        """Return the slots after a row's entries that a tree needs, of which `run` nodes are run."""
-        return run
+    def _slots_for_tree(self, max_run_nodes: int) -> int:
+        """Return the slots after a row's entries that a tree needs, of which at most `max_run_nodes` are run."""
+        return max_run_nodes
 
     def memory_bytes(self) -> int:
         return super().memory_bytes() + self._cache.nbytes()
@@ -375,8 +379,8 @@ class AttendingRunner(HeadRunner[Frontier]):
         for layer, (keys, values) in enumerate(head.context(fused, angles)):
             self._cache.write(keys, values, layer)
 
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
-        ends = [self.lengths[row] + self._behind(run) for row in rows]
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
+        ends = [self.lengths[row] + self._slots_for_tree(max_run_nodes) for row in rows]
         self._cache.touch(rows, ends)
         return wide(max(ends), self._cache.slots) if recorded else max(ends)
 
@@ -418,8 +422,10 @@ class SequentialRunner(AttendingRunner["_Frontier"]):
 
     head: SequentialHead
 
-    def __init__(self, head: SequentialHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
+    def __init__(
+        self, head: SequentialHead, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0
+    ) -> None:
+        super().__init__(head, target, rows, slots, max_run_nodes)
         self._outputs = self._features.new_zeros(rows, head.output_size)
         # Features of every entry, if a layer reads what another made of the entry before; the last slot is for padding.
         room = slots + 1 if any(head.unseen) else 0
@@ -445,13 +451,13 @@ class SequentialRunner(AttendingRunner["_Frontier"]):
 
     def _descend(self, last: _Frontier, tokens: Tensor, parents: Tensor) -> Level[_Frontier]:
         batch, width = tokens.shape
-        run = last.sees.shape[2]
-        inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, run))
+        nodes_run = last.sees.shape[2]
+        inherited = last.sees.gather(1, parents.unsqueeze(-1).expand(-1, -1, nodes_run))
         own = torch.eye(width, dtype=torch.bool, device=self.device).expand(batch, -1, -1)
         sees = torch.cat([inherited, own], dim=-1)
         features = last.features.gather(1, parents.unsqueeze(-1).expand(-1, -1, last.features.shape[-1]))
         positions = (last.lengths + last.depth).unsqueeze(1).expand(-1, width)
-        slots = last.lengths.unsqueeze(1) + run + torch.arange(width, device=self.device)
+        slots = last.lengths.unsqueeze(1) + nodes_run + torch.arange(width, device=self.device)
         self._cache.go_on(slots)
         reached = torch.cat([last.positions, positions], dim=1)
         block = Block(lengths=last.lengths, sees=sees, query_positions=positions, node_positions=reached)
@@ -490,7 +496,7 @@ class RecurrentRunner(AttendingRunner[_AtDepth]):
 
     head: RecurrentHead
 
-    def _behind(self, run: int) -> int:
+    def _slots_for_tree(self, max_run_nodes: int) -> int:
         return 0
 
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
@@ -500,7 +506,7 @@ class RecurrentRunner(AttendingRunner[_AtDepth]):
         self._features[new.index] = states[each, new.last]
         self._roots[new.index] = new.ids[each, new.last]
 
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
         return 0  # nothing that is drafted is kept
 
     def _begin(self, rows: Sequence[int], index: Tensor, lengths: Tensor, size: int, recorded: bool) -> Level[_AtDepth]:
@@ -523,16 +529,18 @@ class BlockRunner(AttendingRunner["_Depths"]):
 
     head: BlockHead
 
-    def __init__(self, head: BlockHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
+    def __init__(
+        self, head: BlockHead, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0
+    ) -> None:
+        super().__init__(head, target, rows, slots, max_run_nodes)
         self._outputs = self._features.new_zeros(rows, head.feature_size)  # Roots' outputs, if they are read
         self._places = 0  # Tokens of the current block
 
-    def _behind(self, run: int) -> int:
-        return self.head.places or max(1, run)
+    def _slots_for_tree(self, max_run_nodes: int) -> int:
+        return self.head.places or max(1, max_run_nodes)
 
-    def _make_room(self, rows: Sequence[int], run: int, levels: int | None, recorded: bool) -> int:
-        self._places = self.head.places or max(1, run if levels is None else levels - 1)
+    def _make_room(self, rows: Sequence[int], max_run_nodes: int, levels: int | None, recorded: bool) -> int:
+        self._places = self.head.places or max(1, max_run_nodes if levels is None else levels - 1)
         return super()._make_room(rows, self._places, levels, recorded)
 
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
@@ -616,8 +624,10 @@ class AdapterRunner(AttendingRunner["_Exited"]):
     head: AdapterHead
     shape: Shape | None = None  # Shape of the trees to come; None: it differs by row, and parents are read on the host
 
-    def __init__(self, head: AdapterHead, target: TransformersTarget, rows: int, slots: int, run: int = 0) -> None:
-        super().__init__(head, target, rows, slots, run)
+    def __init__(
+        self, head: AdapterHead, target: TransformersTarget, rows: int, slots: int, max_run_nodes: int = 0
+    ) -> None:
+        super().__init__(head, target, rows, slots, max_run_nodes)
         self._plan = LayerRange(stop=head.config.boundaries[0])
         self._root_tokens = [0] * rows
         self.rows: Sequence[int] = ()  # Rows of the latest trees
@@ -628,8 +638,8 @@ class AdapterRunner(AttendingRunner["_Exited"]):
         for row, row_tokens in zip(rows, tokens, strict=True):
             self._root_tokens[row] = row_tokens[-1]
 
-    def _behind(self, run: int) -> int:
-        return 1 + run
+    def _slots_for_tree(self, max_run_nodes: int) -> int:
+        return 1 + max_run_nodes
 
     def _read(self, new: Committed, fused: Tensor, block: Block, width: int) -> None:
         self._write_context(self.head, fused, block)

@@ -183,7 +183,7 @@ class Session:
         await asyncio.wait([self._closing], timeout=self.drain_left_s + CLOSING_S)
 
     @contextmanager
-    def admitted(self, answers: int) -> Iterator[None]:
+    def admitted(self, completions: int) -> Iterator[None]:
         """Hold room for so many completions while the block runs; an ApiError (429) where the queue is
         full, or (503) where the server sleeps.
 
@@ -193,10 +193,10 @@ class Session:
         if self.health is State.SLEEPING:
             raise ApiError(503, "the server sleeps until POST /wake_up", code=State.SLEEPING.value, retry_after_s=1)
         client = CLIENT.get().name
-        most = self.settings.queue_for(answers)
+        most = self.settings.queue_for(completions)
         held = self._held[client]
-        free = most - self.in_flight - answers
-        if free < 0 or (len(self.settings.api_keys) > 1 and held + answers > max(free, 1)):
+        free = most - self.in_flight - completions
+        if free < 0 or (len(self.settings.api_keys) > 1 and held + completions > max(free, 1)):
             of_this_key = f", {held} of them this key's, which may hold as many as stay free" if free >= 0 else ""
             raise ApiError(
                 429,
@@ -204,16 +204,16 @@ class Session:
                 code="queue_full",
                 retry_after_s=1,
             )
-        self._held[client] += answers
+        self._held[client] += completions
         try:
             yield
         finally:
-            self._held -= Counter({client: answers})  # which leaves out who holds none
+            self._held -= Counter({client: completions})  # which leaves out who holds none
 
     async def answer(self, job: Job) -> AsyncGenerator[StreamChunk]:
         """Yield the chunks of one request; leaving early frees its rows."""
         stream = self.engine.stream(job.prompt, job.params, max_unread=self.settings.stream_buffer, **job.options)
-        record = self._take_on(job)
+        record = self._count_admission(job)
         begun, written, read = False, 0, 0
         reason: str | None = "abort"  # unless it comes to an end of its own, fails or is refused
         try:
@@ -255,7 +255,7 @@ class Session:
         except errors.ForerunError as error:
             raise ApiError(400, str(error), param="model", to_operator=True) from error
 
-    def _take_on(self, job: Job) -> logs.RequestRecord | None:
+    def _count_admission(self, job: Job) -> logs.RequestRecord | None:
         """Count the job's completions, and note in the request's record, which is returned, what drafts
         for them.
         """

@@ -87,8 +87,21 @@ class SpeedupConsole(Protocol):
         """Show that something takes time; the yielded function says how far it is."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedupStage:
+    """One step on the way, named by its file."""
+
+    name: str
+    words: str
+    work: Callable[[SpeedupRun], dict[str, Any]]  # Returns what its file holds
+    share: float = 0.0  # Of the budget; 0: as long as it takes
+    again_for: tuple[str, ...] = ()  # Settings of the request that make it anew where they differ from the last run's
+
+
 class SpeedupRun:
-    """Goes through the stages in one folder."""
+    """Goes through the stages in one folder: `STAGES`, which stands at the end of this file, names its methods in
+    their order.
+    """
 
     def __init__(self, request: SpeedupRequest, load: Callable[[], LLM], console: SpeedupConsole) -> None:
         """Open the folder; ArgumentError where it holds a run for another model or other prompts.
@@ -594,17 +607,6 @@ class SpeedupRun:
         }
         write_page(self.folder, result, outcomes)
         return result
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedupStage:
-    """One step on the way, named by its file."""
-
-    name: str
-    words: str
-    work: Callable[[SpeedupRun], dict[str, Any]]  # Returns what its file holds
-    share: float = 0.0  # Of the budget; 0: as long as it takes
-    again_for: tuple[str, ...] = ()  # Settings of the request that make it anew where they differ from the last run's
 
 
 STAGES = (

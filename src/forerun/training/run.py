@@ -152,7 +152,9 @@ class TrainingRun:
         self.trained.fit(self.objective, seen, halves=self.recipe.training.halves(self.model.device))
 
     def evaluate(self, _step: int) -> dict[str, float]:
-        """Return the acceptance with the present weights on `prompts`, see `evaluate`."""
+        """Return the acceptance with the present weights on `prompts`, as the function `evaluate`
+        of this module measures it.
+        """
         settings = self.recipe.evaluation.settings
         target = self.trained.target(self.model)
         return evaluate(self.trained.shapes(self.model, settings), target, self.prompts, settings)
