@@ -284,7 +284,7 @@ ECHO = {"echo": True, "logprobs": 2}
 def test_no_numbers_are_given_of_a_prompt_that_was_read_in_part(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(Request, "late", lambda request, _: request.prompt_logprobs is not None)
+    monkeypatch.setattr(Request, "timed_out", lambda request, _: request.prompt_logprobs is not None)
     small = partial(AsyncLLM, str(checkpoint), dtype="float32", max_num_batched_tokens=4)
     with serving(small) as live:
         answer = live.post("/v1/completions", {**LONG, **asked})

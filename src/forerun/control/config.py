@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -291,6 +291,13 @@ def members_of(options: Mapping[str, Any]) -> list[Mapping[str, Any]]:
             f"got {members!r}"
         )
     return [{"method": member} if isinstance(member, str) else member for member in members]
+
+
+def list_members(options: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield the options of a drafter and of those that it is made of, however deep. Raises as `members_of` does."""
+    yield options
+    for member in members_of(options):
+        yield from list_members(member)
 
 
 def check_models_named(config: SpeculativeConfig | None, target_name: str) -> None:

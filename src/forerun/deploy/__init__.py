@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from forerun.control.config import members_of
+from forerun.control.config import list_members
 from forerun.drafters import drafter_class, is_outside
 from forerun.errors import ArgumentError
 
@@ -37,13 +37,6 @@ def list_methods(config: Mapping[str, Any]) -> Iterator[str]:
     """
     for member in list_members(config):
         yield str(member.get("method"))
-
-
-def list_members(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield a configuration and those that it is made of, however deep."""
-    yield config
-    for member in members_of(config):
-        yield from list_members(member)
 
 
 def check_plugged(config: Mapping[str, Any], *, predictions: bool = False) -> None:

@@ -55,13 +55,13 @@ class Guarded(Drafter):
         self._target, self._failures = setup.target, setup.failures
         self._closed = set[int]()
         self._owed = 0  # Failures that belong to no row; counted for the next row that it drafts for
-        self.depth = self._read("depth", int | None, "a number of tokens or None")
-        self.requires = frozenset(self._read("requires", Set, "a set of layer boundaries"))
-        self._watches = self._read("watches", bool, "True or False")
-        self.top_ids = self._read("top_ids", int, "a number of ids")
-        self.remembers = self._read("remembers", bool, "True or False")
+        self.depth = self._read_property("depth", int | None, "a number of tokens or None")
+        self.requires = frozenset(self._read_property("requires", Set, "a set of layer boundaries"))
+        self._watches = self._read_property("watches", bool, "True or False")
+        self.top_ids = self._read_property("top_ids", int, "a number of ids")
+        self.remembers = self._read_property("remembers", bool, "True or False")
 
-    def _read(self, name: str, kind: Any, expected: str) -> Any:
+    def _read_property(self, name: str, kind: Any, expected: str) -> Any:
         """Return a property of the inner drafter. Raises ArgumentError, which names both, if that fails, if it is of
         another kind, or if the target has no such layer boundary.
         """

@@ -23,8 +23,7 @@ from prometheus_client.registry import Collector
 from transformers import PreTrainedTokenizerBase
 
 from forerun import AsyncLLM, errors
-from forerun.control.config import SpeculativeConfig, arms_of
-from forerun.deploy import list_methods
+from forerun.control.config import SpeculativeConfig, arms_of, list_members
 from forerun.drafters import default_length
 from forerun.engine.prompts import Speculative
 from forerun.serve import logs
@@ -364,7 +363,7 @@ class Session:
 
 def _copies_prediction(config: SpeculativeConfig) -> bool:
     """Return whether the drafter `prediction` is the configured one, or among its members."""
-    return any(PREDICTION in list_methods(arm.named) for arm in arms_of(config))
+    return any(member.get("method") == PREDICTION for arm in arms_of(config) for member in list_members(arm.named))
 
 
 class State(StrEnum):
