@@ -108,7 +108,7 @@ def test_a_drafter_on_its_page_works(
     monkeypatch.syspath_prepend(tmp_path)
 
     config = {"method": f"on_a_page_{number}:{name}", "adaptive": False}
-    assert [said for look in CHECKS.values() for passed, said in [look(config)] if not passed] == []
+    assert [said for _, look in CHECKS.values() for passed, said in [look(config)] if not passed] == []
     llm = LLM(checkpoint, speculative_config=config)
     params = SamplingParams(temperature=0, max_tokens=24)
     plain = llm.generate(["the cat"], params, speculative=False)[0].outputs[0]

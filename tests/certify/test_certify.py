@@ -61,6 +61,11 @@ def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path) ->
     sampled = [check for check in report.checks if check.name.startswith("sampled distribution")]
     assert [check.name.rpartition(", ")[2] for check in sampled] == KINDS
     assert all(check.figures["depth"] == 3 for check in sampled)
+    keys = ("unseeded", "seeded", "top_k", "top_p", "min_p", "penalties", "logit_bias", "grammar", "tokens")
+    assert [check.id for check in sampled] == [f"sampled_{key}_t0.7" for key in keys]
+    assert all("completions detect" in check.summary for check in sampled[:-1])
+    ids = [check.id for check in report.checks]
+    assert len(set(ids)) == len(ids) and {"greedy", "logprobs"} < {*ids}
     assert json.loads(json.dumps(report.record()))["passed"] is True
 
 
@@ -133,6 +138,9 @@ def test_a_wrong_token_is_no_tie(checkpoint: Path, draft_checkpoint: Path, monke
     report = certify(drafting(checkpoint, draft_checkpoint, temperature=3.0), TEXTS, GREEDY)
     check = next(check for check in report.checks if check.name == "greedy equality")
     assert not report.passed and not check.passed and check.figures["bugs"] > 0
+    plain, drafted = (check.figures["differences"][0][name] for name in ("plain", "speculative"))
+    tokenizer = drafting(checkpoint, draft_checkpoint).tokenizer
+    assert f": {tokenizer.decode([plain])!r} or {tokenizer.decode([drafted])!r}, gap" in check.summary
     assert "NOT a tie" in check.summary and check.figures["differences"][0]["position"] >= 1
 
 
@@ -187,11 +195,17 @@ def test_the_command(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert sum(line.startswith("  pass  ") for line in told) == len(found["checks"])
     assert any("at the pace of the first, about" in line for line in told)
     assert found["dtype"] == "float32"
-    assert found["passed"] is True and all({"name", "passed"} <= set(check) for check in found["checks"])
+    assert found["passed"] is True and all({"id", "name", "passed"} <= set(check) for check in found["checks"])
     assert main([*common, *sizes, "--quick", "--json"]) == 0
-    quick = json.loads(capsys.readouterr().out)["checks"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["quick"] and not found["quick"]
+    quick = report["checks"]
     sampled = [check for check in quick if check["name"].startswith("sampled distribution")]
     assert len(sampled) == 2 and {check["power"] for check in sampled} == {0.99}
+    assert main([*common, *sizes, "--quick"]) == 0
+    apart = max(check["detects_total_variation"] for check in sampled)
+    assert f"quick look passed: ngram on {checkpoint}, float32" in (said := capsys.readouterr().out.replace("\n", " "))
+    assert f"2 greedy completions, sampled text that is apart by a total variation of {apart:.2g} or more" in said
     assert main([*common, *sizes, "--rule", "typical", "--quick"]) == 1
     assert "not certified" in capsys.readouterr().out
 
@@ -215,5 +229,5 @@ def test_rows_are_as_long_as_prompts_and_answers(
 def test_no_check_is_no_proof() -> None:
     report = Report(model="m", drafter="ngram", dtype="float32", device="cpu", runs_as="", checks=[])
     assert not report.passed and report.record()["passed"] is False
-    assert replace(report, checks=[Check(name="one", passed=True, summary="")]).passed
-    assert not replace(report, checks=[Check(name="one", passed=False, summary="")]).passed
+    assert replace(report, checks=[Check(id="one", name="one", passed=True, summary="")]).passed
+    assert not replace(report, checks=[Check(id="one", name="one", passed=False, summary="")]).passed

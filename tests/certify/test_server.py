@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,8 @@ class Simulated:
 
     async def post(self, path: str, body: Body) -> Body:
         await asyncio.sleep(0)  # Others ask at the same time
+        if path == "/detokenize":
+            return {"prompt": "".join(f"<{token}>" for token in body["tokens"])}
         if path == "/tokenize":
             return {"tokens": [ord(letter) % WORDS for letter in body["prompt"]]}
         if path == "/v1/chat/completions":
@@ -245,7 +248,11 @@ def test_a_sound_server_passes() -> None:
         "sampled completions beside http://simulated",
         "speculation",
     ]
-    assert "detect a total variation of 0.2" in checks[SEEDED].summary
+    ids = [check.id for check in checks.values()]
+    greedy = ["greedy_alone", "greedy_together", "greedy_mixed", "prefix_cache", "logprobs", "seed"]
+    sampled = ["sampled_unseeded", "sampled_seeded", "sampled_tokens", "structured"]
+    assert ids == [*greedy, *sampled, "greedy_beside", "sampled_beside", "speculation"]
+    assert "completions detect a total variation of 0.2" in checks[SEEDED].summary
     assert checks["structured outputs"].figures["valid"] == 17
 
 
@@ -260,6 +267,7 @@ def test_a_rule_that_accepts_too_often_is_caught() -> None:
 def test_another_greedy_token_is_caught_and_shrunk() -> None:
     check = examined(WrongFromTheFifth(), greedy_checks)["greedy equality, 1 client"]
     assert not check.passed and check.figures["bugs"] > 0 and "nats likelier" in check.summary
+    assert re.search(r"completion is '<\d+>'; asked for that token alone the server says '<\d+>',", check.summary)
     [command] = check.shown_by
     assert body_of(command)["max_tokens"] == 5 and len(body_of(command)["prompt"]) == 1
     checks = compared(WrongFromTheFifth(), Simulated())

@@ -45,12 +45,21 @@ class CertifyPlan:
 class Check:
     """One check and its outcome."""
 
-    name: str
+    id: str  # Short, the same in every release; programs look a check up by it
+    name: str  # For people
     passed: bool
     summary: str  # One line for people
     figures: Mapping[str, Any] = field(default_factory=dict)  # The same and more for programs
     left_out: bool = False  # True where nothing was examined, for the reason in `summary`
     shown_by: tuple[str, ...] = ()  # Commands that show the fault, in order
+
+    def record(self) -> dict[str, Any]:
+        """Return the check as ``--json`` prints it."""
+        return (
+            {"id": self.id, "name": self.name, "passed": self.passed, "summary": self.summary, **self.figures}
+            | ({"left_out": True} if self.left_out else {})
+            | ({"shown_by": list(self.shown_by)} if self.shown_by else {})
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +72,7 @@ class Report:
     device: str
     runs_as: str  # The number format and what computes, in words
     checks: list[Check]
+    quick: bool = False  # A first look, whose checks see large differences alone
 
     @property
     def passed(self) -> bool:
@@ -71,13 +81,7 @@ class Report:
 
     def record(self) -> dict[str, Any]:
         """The report as ``certify --json`` prints it."""
-        checks = [
-            {"name": check.name, "passed": check.passed, "summary": check.summary, **check.figures}
-            | ({"left_out": True} if check.left_out else {})
-            | ({"shown_by": list(check.shown_by)} if check.shown_by else {})
-            for check in self.checks
-        ]
-        return {"passed": self.passed, **asdict(self), "checks": checks}
+        return {"passed": self.passed, **asdict(self), "checks": [check.record() for check in self.checks]}
 
 
 Stage = tuple[str, Callable[[], Iterable[Check]]]

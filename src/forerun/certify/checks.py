@@ -95,6 +95,7 @@ def certify(
         device=str(target.device),
         runs_as=target.runs_as,
         checks=checks,
+        quick=plan.ways is not None,
     )
 
 
@@ -192,7 +193,7 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
     if layers < 2:
         return None
     # Each depth costs most of a pass, and longer completions have many steps
-    depth = 3 if test.each == "answers" else 2
+    depth = 3 if test.each == "completions" else 2
     config = {"method": "early_exit", "exit_layer": layers - max(1, layers // 8), "num_speculative_tokens": depth}
     config["adaptive"] = False
     try:
@@ -202,7 +203,7 @@ def _by_a_sampling_drafter(run: Run, test: Test) -> Test | None:
     setting = replace(
         test.setting, speculative=config, what=f"{test.setting.what}, drafted by early_exit, which samples"
     )
-    return replace(test, name=setting.name, setting=setting)
+    return replace(test, name=setting.name, key=f"{test.key}_early_exit", setting=setting)
 
 
 def settings_for(run: Run, temperature: float) -> list[Setting]:
@@ -212,16 +213,24 @@ def settings_for(run: Run, temperature: float) -> list[Setting]:
     for prompt in run.prompts:
         likeliest = run.reference.logits(prompt[: run.plan.sample_prompt_tokens], 1)[0].topk(2).indices.tolist()
         bias |= zip(likeliest, (-1.0, 1.0), strict=True)
-    named: list[tuple[str, dict[str, Any]]] = [("no seed", {}), ("seeded", {})]
+    named: list[tuple[str, str, dict[str, Any]]] = [("unseeded", "no seed", {}), ("seeded", "seeded", {})]
     if epsilon_of(run.llm) == 0:
-        named += [(f"{name.replace('_', '-')} {value:g}", cut) for cut in CUTS for name, value in cut.items()]
-    named += [("penalties", PENALTIES), ("logit bias", {"logit_bias": bias})]
-    settings = [Setting(params=replace(base, **more), seeded=what == "seeded", what=what) for what, more in named]
+        named += [(name, f"{name.replace('_', '-')} {value:g}", cut) for cut in CUTS for name, value in cut.items()]
+    named += [("penalties", "penalties", PENALTIES), ("logit_bias", "logit bias", {"logit_bias": bias})]
+    settings = [
+        Setting(params=replace(base, **more), seeded=key == "seeded", key=key, what=what) for key, what, more in named
+    ]
     allowed = _letters(run.llm)
     if find_spec("llguidance") is not None and bool(allowed.any()):
         form = StructuredOutputs(regex="[a-z ]{100,}")
         settings.append(
-            Setting(params=replace(base, structured_outputs=form), seeded=False, what="grammar", allowed=allowed)
+            Setting(
+                params=replace(base, structured_outputs=form),
+                seeded=False,
+                key="grammar",
+                what="grammar",
+                allowed=allowed,
+            )
         )
     return settings
 
@@ -252,7 +261,7 @@ def _rule_checks(run: Run) -> Iterator[Check]:
             passed = bool(cases) and all(case.passed for case in cases)
             summary = f"{len(cases)} cases enumerated, largest error {worst:.1e} (tolerance {TOLERANCE:.0e})"
             figures = {"cases": len(cases), "largest_error": worst, "tolerance": TOLERANCE}
-        yield Check(name=f"rule {name}", passed=passed, summary=summary, figures=figures)
+        yield Check(id=f"rule_{name}", name=f"rule {name}", passed=passed, summary=summary, figures=figures)
 
 
 def _greedy_checks(run: Run) -> list[Check]:
@@ -281,27 +290,29 @@ def _greedy_checks(run: Run) -> list[Check]:
             compared += 1
     tolerance = LOGPROB_TOLERANCE.get(run.llm.target.dtype_name, QUANTISED)
     logprobs = Check(
+        id="logprobs",
         name="log-probabilities",
         passed=worst <= tolerance and compared > 0,
         summary=f"at most {worst:.2g} nats from {run.reference.whose} over {compared} tokens (tolerance {tolerance:g})",
         figures={"largest_difference": worst, "tokens": compared, "tolerance": tolerance},
     )
-    return [_equality(answers, parted, stats, run.reference.whose), logprobs]
+    return [_equality(run, answers, parted, stats), logprobs]
 
 
 def _equality(
-    answers: Sequence[CompletionOutput], parted_answers: Sequence[Difference], total: SpeculationStats, whose: str
+    run: Run, answers: Sequence[CompletionOutput], parted_answers: Sequence[Difference], total: SpeculationStats
 ) -> Check:
     tokens = sum(len(answer.token_ids) for answer in answers)
     bugs = [parted for parted in parted_answers if not parted.tie]
     summary = "nothing was drafted, so nothing was tested; choose other prompts or another drafter"
     if total.num_spec_steps:
         equal = len(answers) - len(parted_answers)
-        summary = f"{equal} of {len(answers)} completions are {whose} own, {tokens} tokens, "
+        summary = f"{equal} of {len(answers)} completions are {run.reference.whose} own, {tokens} tokens, "
         summary += f"{total.tokens_per_pass:.2f} tokens per pass"
         for parted in parted_answers:
             summary += (
-                f"; prompt {parted.prompt} parts at token {parted.position}: {parted.plain} or {parted.speculative}, "
+                f"; prompt {parted.prompt} parts at token {parted.position}: {show_token(run.llm, parted.plain)} or "
+                f"{show_token(run.llm, parted.speculative)}, "
                 f"gap {parted.gap:.3g} nats, {'a numeric tie' if parted.tie else 'NOT a tie'} "
                 f"(epsilon {parted.epsilon:g})"
             )
@@ -312,11 +323,19 @@ def _equality(
         "mean_acceptance_length": round(total.mean_acceptance_length, 4),
     }
     return Check(
+        id="greedy",
         name="greedy equality",
         passed=not bugs and total.num_spec_steps > 0,
         summary=summary,
         figures={**counts, "differences": differences, **length},
     )
+
+
+def show_token(llm: LLM, token: int | None) -> str:
+    """Return a token's text in quotes, its id for a model without a tokenizer; None is the completion's end."""
+    if token is None:
+        return "the end"
+    return str(token) if llm.tokenizer is None else repr(llm.tokenizer.decode([token]))
 
 
 def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
@@ -335,6 +354,7 @@ def _seed_check(run: Run, temperature: float) -> Iterator[Check]:
     fine = same == number or epsilon_of(run.llm) > 0
     share = f"{same} of {number} sampled completions equal plain decoding's for the same seed"
     yield Check(
+        id=f"seed_t{temperature:g}",
         name=f"same seed, same text, T = {temperature:g}",
         passed=fine,
         summary=f"{share}; the format's rounding moves the others" if fine and same < number else share,
@@ -348,7 +368,8 @@ class Setting:
 
     params: SamplingParams
     seeded: bool  # Each request has a seed of its own; without, `auto`, `merge` and `first_of` may sample drafts
-    what: str = ""  # Its special parameter, in words
+    key: str = "unseeded"  # Its special parameter, in a check's id
+    what: str = ""  # The same in words
     allowed: Tensor | None = None  # (V,) tokens that its grammar allows everywhere in these completions
     speculative: dict[str, Any] | None = None  # Another drafter than the examined one
 
@@ -356,6 +377,11 @@ class Setting:
     def name(self) -> str:
         """Name it for a report."""
         return f"T = {self.params.temperature:g}, {self.what or ('seeded' if self.seeded else 'no seed')}"
+
+    @property
+    def id(self) -> str:
+        """Return its part of a check's id."""
+        return f"{self.key}_t{self.params.temperature:g}"
 
     def requests(self, number: int, tokens: int, first: int) -> list[SamplingParams]:
         """Return `number` requests; seeds, if they have any, count from `first` on."""
@@ -375,7 +401,7 @@ class Test(SampledTest):
     @property
     def answers(self) -> int:
         """Return the number of completions of one sample."""
-        return self.samples // (1 if self.each == "answers" else self.tokens)
+        return self.samples // (1 if self.each == "completions" else self.tokens)
 
     def drawn(self, run: Run, number: int, first: int) -> Iterator[tuple[Tokens, CompletionOutput]]:
         """Yield `number` sampled completions, each with its prompt; seeds, if they have any, count from `first` on."""
@@ -389,12 +415,12 @@ def token_test(run: Run, setting: Setting, *, tests: int) -> Test:
     setting has a temperature and nothing else.
     """
     plan = run.plan
-    longer = replace(setting, what="each token of longer completions")
+    longer = replace(setting, key="tokens", what="each token of longer completions")
     least = plan.least / (20 if plan.ways is None else 5)
     cells = place_cells([edge for edge in EDGES if 1 - edge > least])  # A coarse test draws few completions
     prompts = [prompt[: plan.sample_prompt_tokens] for prompt in run.prompts]
     about: dict[str, Any] = {"setting": longer, "prompts": prompts, "tokens": plan.max_tokens, "each": "tokens"}
-    return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, **about)
+    return Test.over(cells, plan, tests, batch=plan.max_tokens, name=longer.name, key=longer.id, **about)
 
 
 def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
@@ -407,7 +433,7 @@ def uncertain(run: Run, setting: Setting, index: int, *, tests: int) -> Test:
         cells = exact_cells(run.reference, prompt, params, plan, setting.allowed)
         if sum(chance > 0 for chance in cells.values()) > 1:
             about: dict[str, Any] = {"setting": setting, "prompts": [prompt], "tokens": plan.sample_tokens}
-            return Test.over(cells, plan, tests, name=setting.name, **about, passed_over=turn)
+            return Test.over(cells, plan, tests, name=setting.name, key=setting.id, **about, passed_over=turn)
     raise ArgumentError(
         f"{setting.name}: there is nothing to compare, for the completions to each of the {len(run.prompts)} prompts "
         f"are certain, or none has a probability of {plan.least:g}; give more prompts (--prompts, --prompt-file) or "
@@ -466,7 +492,7 @@ def _drawing(run: Run, test: Test, stats: SpeculationStats, pace: Pace, first: i
         if index % _TOGETHER == 0:
             pace.told(f"{test.setting.name}: {index} of {test.answers} completions")
         stats.add(answer.speculation)
-        if test.each == "answers":
+        if test.each == "completions":
             outcomes.append(tuple(answer.token_ids))
         else:
             temperature = float(test.setting.params.temperature or 1.0)

@@ -29,11 +29,12 @@ class SampledTest:
     """Compares samples with their exact distribution."""
 
     name: str
+    key: str  # Its part of the check's id
     cells: Cells
     level: float  # Probability below which a sample is unlikely
     samples: int  # Number of outcomes in a sample: completions, or tokens of completions
     detects: float  # Total variation at which the test fails with the plan's power
-    each: str = "answers"  # What the outcomes are
+    each: str = "completions"  # What the outcomes are
 
     @classmethod
     def over(cls, cells: Cells, plan: CertifyPlan, tests: int, *, batch: int = 1, **fields: Any) -> Self:
@@ -69,7 +70,8 @@ class SampledTest:
         sample = {"samples": drawn.total(), "cells": possible}
         power = {"detects_total_variation": self.detects, "power": plan.power}
         name = f"sampled distribution, {self.name}"
-        return Check(name=name, passed=fits, summary=summary, figures={**figures, **sample, **power}), drawn
+        figures |= sample | power
+        return Check(id=f"sampled_{self.key}", name=name, passed=fits, summary=summary, figures=figures), drawn
 
 
 def fit(cells: Cells, drawn: Counter[Outcome]) -> tuple[float, int, float]:

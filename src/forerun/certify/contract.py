@@ -153,13 +153,13 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
     """
     tiny_engine(config, rows=1)  # An error here is raised, not reported as a finding
     checks = []
-    for name, look in CHECKS.items():
+    for name, (key, look) in CHECKS.items():
         progress(name)
         try:
             passed, summary = look(config)
         except (AssertionError, ForerunError) as error:
             passed, summary = False, str(error)
-        checks.append(Check(name=name, passed=passed, summary=summary))
+        checks.append(Check(id=key, name=name, passed=passed, summary=summary))
     progress("the text and the distribution of completions")
     return [*checks, *_answers(config)]
 
@@ -241,15 +241,15 @@ def _domains(config: Config) -> tuple[bool, str]:
     return True, "what another isolation domain asked before, in the same row, changes no draft"
 
 
-CHECKS: dict[str, Callable[[Config], tuple[bool, str]]] = {
-    "drafts are sound": _sound,
-    "completions end as plain ones": _ends,
-    "rows do not disturb each other": _company,
-    "seeds repeat": _repeats,
-    "prompts in pieces": _pieces,
-    "isolation domains": _domains,
+CHECKS: dict[str, tuple[str, Callable[[Config], tuple[bool, str]]]] = {
+    "drafts are sound": ("sound", _sound),
+    "completions end as plain ones": ("ends", _ends),
+    "rows do not disturb each other": ("rows", _company),
+    "seeds repeat": ("seeds", _repeats),
+    "prompts in pieces": ("chunks", _pieces),
+    "isolation domains": ("domains", _domains),
 }
-"""Name -> what says whether a drafter passes, and why."""
+"""Name -> the check's id, and what says whether a drafter passes, and why."""
 
 
 def _answers(config: Config) -> list[Check]:
@@ -261,7 +261,7 @@ def _answers(config: Config) -> list[Check]:
     try:
         return examined(run)
     except (AssertionError, ForerunError) as error:
-        return [Check(name="text and distribution", passed=False, summary=str(error))]
+        return [Check(id="text", name="text and distribution", passed=False, summary=str(error))]
 
 
 def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False, piece: int = WHOLE) -> list[Step]:

@@ -124,7 +124,7 @@ class ServedModel:
             self.missing["n"] = f"it refuses n = {CHOICES}: {error}"
             return
         if len(choices) != CHOICES:
-            self.missing["n"] = f"it gives {len(choices)} answers for n = {CHOICES}"
+            self.missing["n"] = f"it gives {len(choices)} completions for n = {CHOICES}"
 
     def encode(self, text: str) -> Prompt:
         """Return the ids of a text; the text itself if the server gives no ids."""
@@ -302,6 +302,19 @@ class ServedModel:
             return int(name.removeprefix("token_id:"))
         return self._texts.setdefault(name, -1 - len(self._texts))
 
+    def show_token(self, token: int | None) -> str:
+        """Return a token's text in quotes, or its id if the server does not tell it; None is a completion's end."""
+        if token is None:
+            return "the end"
+        if token < 0:
+            return repr(next(text for text, number in self._texts.items() if number == token))
+        try:
+            [answer] = self.post("/detokenize", [{"model": self.model, "tokens": [token]}])
+        except ServerError:
+            answer = {}
+        text = answer.get("prompt", answer.get("content"))  # vLLM's and llama.cpp's names
+        return repr(text) if isinstance(text, str) else str(token)
+
     def _id_of(self, token: int) -> int | None:
         return token if token >= 0 else self._ids.get(token)
 
@@ -355,9 +368,9 @@ Shows = Callable[[ServedRequest], str | None]
 """A function that sends a request and returns what is wrong with its completion, or None."""
 
 
-def left_out(name: str, why: str) -> Check:
+def left_out(key: str, name: str, why: str) -> Check:
     """Return a check that was left out, with the reason."""
-    return Check(name=name, passed=True, left_out=True, summary=f"left out: {why}")
+    return Check(id=key, name=name, passed=True, left_out=True, summary=f"left out: {why}")
 
 
 def with_smallest(

@@ -108,18 +108,18 @@ def greedy_checks(exam: ServerExam) -> Iterator[Check]:
     sampled = [replace(request, temperature=1.0, seed=plan.seed + index) for index, request in enumerate(many)]
     mixed = [request for pair in zip(many, sampled, strict=True) for request in pair][:TOGETHER]
     sets = [
-        ("greedy equality, 1 client", requests, 1),
-        (f"greedy equality, {TOGETHER} clients", many, TOGETHER),
-        ("greedy equality, among sampled completions", mixed, TOGETHER),
-        ("prefix cache, cold and warm", cached, 1),
+        ("greedy_alone", "greedy equality, 1 client", requests, 1),
+        ("greedy_together", f"greedy equality, {TOGETHER} clients", many, TOGETHER),
+        ("greedy_mixed", "greedy equality, among sampled completions", mixed, TOGETHER),
+        ("prefix_cache", "prefix cache, cold and warm", cached, 1),
     ]
     if not exam.served.exact:
-        yield from _repeats(exam, [each for each in sets if each[1] is not mixed])
+        yield from _repeats(exam, [each for each in sets if each[2] is not mixed])
         return
     answers = list[tuple[ServedRequest, ServedAnswer]]()
-    for name, asked, at_a_time in sets:
+    for key, name, asked, at_a_time in sets:
         exam.progress(name)
-        yield _greedy_check(exam, name, asked, at_a_time, answers)
+        yield _greedy_check(exam, (key, name), asked, at_a_time, answers)
     yield _logprob_check(exam, answers)
 
 
@@ -142,12 +142,15 @@ def _cache_requests(exam: ServerExam) -> list[ServedRequest]:
 
 def _greedy_check(
     exam: ServerExam,
-    name: str,
+    title: tuple[str, str],
     asked: Sequence[ServedRequest],
     at_a_time: int,
     answers: list[tuple[ServedRequest, ServedAnswer]],
 ) -> Check:
-    """Compare greedy completions with the server's own next tokens; they are appended to `answers`."""
+    """Compare greedy completions with the server's own next tokens; they are appended to `answers`. `title` is the
+    check's id and name.
+    """
+    key, name = title
     cached_before = exam.served.cached_tokens or 0
     pairs = zip(asked, exam.served.ask(asked, at_a_time), strict=True)
     greedy = [(request, choices[0]) for request, choices in pairs if request.temperature == 0]
@@ -169,7 +172,7 @@ def _greedy_check(
         worst = max(differences, key=lambda difference: difference.gap)
         summary += f"; {len(differences) - bugs} numeric ties and {bugs} others, the worst by {worst.gap:.3g} nats"
         summary += f" (a tie is less than {exam.epsilon:g})"
-    if name.startswith("prefix cache"):
+    if key == "prefix_cache":
         cached = exam.served.cached_tokens
         unstated = "the server does not say what came from its cache"
         summary += f"; {unstated if cached is None else f'{cached - cached_before} tokens came from its cache'}"
@@ -182,18 +185,18 @@ def _greedy_check(
     figures["differences"] = [
         asdict(difference) | {"tie": difference.tie} for difference in differences if not difference.tie or bugs == 0
     ]
+    check = Check(id=key, name=name, passed=tokens > 0 and bug is None, summary=summary, figures=figures)
     if bug is None:
-        return Check(name=name, passed=tokens > 0, summary=summary, figures=figures)
+        return check
     request, wrong = bug
     neighbour = next((each for each in asked if each.temperature > 0), None)
     if neighbour is not None:
         shown = (*exam.served.commands(request), *exam.served.commands(neighbour))
         summary += f"; token {wrong.position} of a completion is wrong while others are sampled: send both at a time"
-        return Check(name=name, passed=False, summary=summary, figures=figures, shown_by=shown)
+        return replace(check, summary=summary, shown_by=shown)
     whole = replace(request, copies=at_a_time)
-    failed = Check(name=name, passed=False, summary=summary, figures=figures)
     return with_smallest(
-        exam, failed, [replace(whole, max_tokens=wrong.position + 1), whole], partial(_greedy_fault, exam)
+        exam, check, [replace(whole, max_tokens=wrong.position + 1), whole], partial(_greedy_fault, exam)
     )
 
 
@@ -218,17 +221,18 @@ def _greedy_fault(exam: ServerExam, request: ServedRequest) -> str | None:
     for parted in _parted(exam, [request] * len(answers), answers):
         wrong = next((difference for difference in parted if not difference.tie), None)
         if wrong is not None:
+            given, right = map(exam.served.show_token, (wrong.speculative, wrong.plain))
             return (
-                f"token {wrong.position} of its completion is {wrong.speculative}; asked for that token alone the "
-                f"server says {wrong.plain}, which is {wrong.gap:.3g} nats likelier"
+                f"token {wrong.position} of its completion is {given}; asked for that token alone the server says "
+                f"{right}, which is {wrong.gap:.3g} nats likelier"
             )
     return None
 
 
-def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest], int]]) -> Iterator[Check]:
+def _repeats(exam: ServerExam, sets: Sequence[tuple[str, str, Sequence[ServedRequest], int]]) -> Iterator[Check]:
     """Compare greedy completions with their own repetition, for servers without log-probabilities."""
     lacks = "; ".join(exam.served.missing.values())
-    for name, requests, at_a_time in sets:
+    for key, name, requests, at_a_time in sets:
         exam.progress(name)
         first = exam.served.ask([replace(request, before=None) for request in requests])
         again = exam.served.ask(requests, at_a_time)
@@ -236,8 +240,8 @@ def _repeats(exam: ServerExam, sets: Sequence[tuple[str, Sequence[ServedRequest]
         summary = f"{same} of {len(requests)} completions are the same when asked again; more cannot be said: {lacks}"
         if same < len(requests):
             summary += "; whether the others are numeric ties cannot be told"
-        yield Check(name=name, passed=same == len(requests), summary=summary, figures={"equal": same})
-    yield left_out("log-probabilities", lacks)
+        yield Check(id=key, name=name, passed=same == len(requests), summary=summary, figures={"equal": same})
+    yield left_out("logprobs", "log-probabilities", lacks)
 
 
 def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, ServedAnswer]]) -> Check:
@@ -252,7 +256,7 @@ def _logprob_check(exam: ServerExam, answered: Sequence[tuple[ServedRequest, Ser
     summary += f"; {without} tokens are given none" if without else ""
     figures = {"largest_difference": worst, "tokens": len(apart), "wrong": len(wrong), "tolerance": tolerance}
     passed = not wrong and not without and bool(apart)
-    check = Check(name="log-probabilities", passed=passed, summary=summary, figures=figures)
+    check = Check(id="logprobs", name="log-probabilities", passed=passed, summary=summary, figures=figures)
 
     def shows(request: ServedRequest) -> str | None:
         [[answer]] = exam.served.ask([request])
@@ -278,7 +282,7 @@ def _stated_pairs(
 
 def structured_check(exam: ServerExam) -> Check:
     """Request JSON of a schema in chats, greedy and sampled, and check the results."""
-    name = "structured outputs"
+    key, name = "structured", "structured outputs"
     exam.progress(name)
     bodies = [_structured_body(exam, FORMATS, temperature=0.0, seed=0)]
     seeds = range(exam.plan.seed, exam.plan.seed + TOGETHER)
@@ -286,18 +290,19 @@ def structured_check(exam: ServerExam) -> Check:
     try:
         answers = [*exam.served.post(CHAT, bodies[:1]), *exam.served.post(CHAT, bodies[1:], TOGETHER)]
     except ServerError as error:
-        return left_out(name, str(error))
+        return left_out(key, name, str(error))
     read = [(body, _misfit(answer, FORMATS)) for body, answer in zip(bodies, answers, strict=True)]
     faults = [(body, fault) for body, fault in read if fault]
     cut = sum(_content(answer) is None for answer in answers)
     if cut == len(answers):
-        return left_out(name, f"none of {cut} completions ended within {bodies[0]['max_tokens']} tokens")
+        return left_out(key, name, f"none of {cut} completions ended within {bodies[0]['max_tokens']} tokens")
     valid = len(answers) - cut - len(faults)
     summary = f"{valid} of {len(answers)} completions are JSON of the schema that was asked for"
     summary += f"; {cut} were cut off before they ended" if cut else ""
     figures = {"answers": len(answers), "valid": valid, "cut": cut}
+    check = Check(id=key, name=name, passed=not faults, summary=summary, figures=figures)
     if not faults:
-        return Check(name=name, passed=True, summary=summary, figures=figures)
+        return check
     body, fault = faults[0]
     for size in range(1, len(FORMATS)):  # A smaller schema may show the fault, too
         some = dict(itertools.islice(FORMATS.items(), size))
@@ -306,8 +311,7 @@ def structured_check(exam: ServerExam) -> Check:
         if smaller_fault:
             body, fault = smaller, smaller_fault
             break
-    shown = (exam.served.command(CHAT, body),)
-    return Check(name=name, passed=False, summary=f"{summary}; {fault}", figures=figures, shown_by=shown)
+    return replace(check, summary=f"{summary}; {fault}", shown_by=(exam.served.command(CHAT, body),))
 
 
 def _structured_body(
@@ -382,13 +386,15 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
         gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
         parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
         differences.append(parted)
+        texts = exam.served.show_token(mine), other.show_token(theirs)
         words.append(
-            f"prompt {index} parts at token {position}: {mine} here, {_nats(here_gap)} likelier, or {theirs} there, "
+            f"prompt {index} parts at token {position}: {texts[0]} here, {_nats(here_gap)} likelier, or {texts[1]} there, "
             f"{_nats(there_gap)} likelier, {'a numeric tie' if parted.tie else 'NOT a tie'}"
         )
     bugs = [parted for parted in differences if not parted.tie]
     same = len(requests) - len(differences)
     return Check(
+        id="greedy_beside",
         name=name,
         passed=not bugs,
         summary="; ".join([f"{same} of {len(requests)} completions are the same", *words]),
@@ -435,11 +441,11 @@ def _nats(gap: float | None) -> str:
 def _speculation_check(exam: ServerExam) -> Check:
     """Check that the server drafted at all: without drafts speculation was not tested."""
     counts = exam.served.speculation()
-    name = "speculation"
+    key = name = "speculation"
     if counts is None:
-        return left_out(name, "neither the server's metrics nor its answers say whether it drafts")
+        return left_out(key, name, "neither the server's metrics nor its answers say whether it drafts")
     if not counts.draft_tokens and not counts.drafts:
-        return left_out(name, "the server drafted nothing, so this run says nothing of speculation")
+        return left_out(key, name, "the server drafted nothing, so this run says nothing of speculation")
     drafted = counts.draft_tokens if counts.draft_tokens is not None else counts.drafts
     summary = f"{counts.accepted_tokens} of {drafted} drafted tokens were accepted meanwhile ({counts.source})"
-    return Check(name=name, passed=True, summary=summary, figures={"drafted": drafted, **counts.record()})
+    return Check(id=key, name=name, passed=True, summary=summary, figures={"drafted": drafted, **counts.record()})

@@ -11,7 +11,7 @@ import math
 import random
 from bisect import bisect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -54,7 +54,7 @@ class ServedTest(SampledTest):
         ]
         choices = exam.served.ask(asked, self.at_a_time)
         pairs = [(request, answer) for request, answers in zip(asked, choices, strict=True) for answer in answers]
-        if self.each == "answers":
+        if self.each == "completions":
             return [answer.tokens for _, answer in pairs]
         return _places(exam, pairs, random.Random(exam.plan.seed + first))
 
@@ -84,10 +84,10 @@ def _places(
 def sampled_checks(exam: ServerExam) -> Iterator[Check]:
     """Check seeds, and three ways of sampling: one client with seeds, many without, and longer completions."""
     yield _seed_check(exam)
-    names = ("no seed", "seeded", "each token of longer completions")
+    names = {"unseeded": "no seed", "seeded": "seeded", "tokens": "each token of longer completions"}
     if not exam.served.exact:
-        for name in names:
-            yield left_out(f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
+        for key, name in names.items():
+            yield left_out(f"sampled_{key}", f"sampled distribution, {name}", "; ".join(exam.served.missing.values()))
         return
     plan = exam.plan
     prompt = _uncertain(exam)
@@ -99,15 +99,15 @@ def sampled_checks(exam: ServerExam) -> Iterator[Check]:
     )
     places = partial(ServedTest.over, place_cells(_edges(plan)), plan, exam.tests, batch=plan.max_tokens, each="tokens")
     tests = [
-        answers(name=f"n = {many}, no seed, {TOGETHER} clients", at_a_time=TOGETHER, seeded=False),
-        answers(name=f"n = {many}, seeded, 1 client", at_a_time=1, seeded=True),
-        places(name="each token of longer completions", requests=longer, at_a_time=TOGETHER, seeded=False),
+        answers(key="unseeded", name=f"n = {many}, no seed, {TOGETHER} clients", at_a_time=TOGETHER, seeded=False),
+        answers(key="seeded", name=f"n = {many}, seeded, 1 client", at_a_time=1, seeded=True),
+        places(key="tokens", name=names["tokens"], requests=longer, at_a_time=TOGETHER, seeded=False),
     ]
     for test in tests:
         exam.progress(f"sampled distribution, {test.name}")
         yield _chi_square_check(exam, test)
     if "n" in exam.served.missing:
-        yield left_out("several completions to one request", exam.served.missing["n"])
+        yield left_out("n", "several completions to one request", exam.served.missing["n"])
 
 
 def _uncertain(exam: ServerExam) -> Prompt:
@@ -140,15 +140,16 @@ def _chi_square_check(exam: ServerExam, test: ServedTest) -> Check:
     if check.passed:
         return check
     if test.each == "tokens":
-        summary = f"{check.summary}; of the places of tokens {_worst_cell(test.cells, drawn)}"
+        summary = f"{check.summary}; of the places of tokens {_worst_cell(test.cells, drawn, str)}"
         return replace(check, summary=summary, shown_by=exam.served.commands(test.requests[0]))
     return with_smallest(exam, check, test.requests, partial(_sampled_fault, exam, test), FEW_TRIES)
 
 
-def _worst_cell(cells: Cells, counts: Counter[Outcome]) -> str:
+def _worst_cell(cells: Cells, counts: Counter[Outcome], show: Callable[[int], str]) -> str:
+    """Return which outcome's count is furthest from the expected one; `show` words its tokens."""
     total = counts.total()
     worst = max(cells, key=lambda cell: (counts[cell] - total * cells[cell]) ** 2 / max(total * cells[cell], 1e-9))
-    words = "any other completion" if worst == REST else f"completions with tokens {list(worst)}"
+    words = "any other completion" if worst == REST else f"completions with {' '.join(map(show, worst))}"
     return f"{words} came {counts[worst]} times in {total}, where {total * cells[worst]:.1f} are expected"
 
 
@@ -160,7 +161,11 @@ def _sampled_fault(exam: ServerExam, test: ServedTest, request: ServedRequest) -
     narrowed = replace(test, requests=[request], cells=cells)
     drawn = count(cells, narrowed.drawn(exam, 3 * test.samples))
     _, _, chance = fit(cells, drawn)
-    return None if chance >= test.level else f"asked again and again, {_worst_cell(cells, drawn)} (p = {chance:.1g})"
+    return (
+        None
+        if chance >= test.level
+        else f"asked again and again, {_worst_cell(cells, drawn, exam.served.show_token)} (p = {chance:.1g})"
+    )
 
 
 def _seed_check(exam: ServerExam) -> Check:
@@ -188,7 +193,7 @@ def _seed_check(exam: ServerExam) -> Check:
             f"; the others part at one of {compared / len(parted):.0f} tokens (up to {allowed:.0%} may be rounding)"
         )
     figures = {"equal": len(asked) - len(parted), "prompts": len(asked), "tokens": compared}
-    check = Check(name=name, passed=passed, summary=summary, figures=figures)
+    check = Check(id="seed", name=name, passed=passed, summary=summary, figures=figures)
     return check if passed else with_smallest(exam, check, parted[:1], partial(_seed_fault, exam))
 
 
@@ -235,7 +240,8 @@ def sampled_beside(exam: ServerExam, other: ServedModel) -> Check:
         f"T = 1: {words}; {number} completions of each detect a total variation "
         f"of {plan.detect:.2g} over {cells} cells with {plan.power:.0%}"
     )
-    return Check(name=name, passed=fits, summary=summary, figures={**figures, "samples": number})
+    figures["samples"] = number
+    return Check(id="sampled_beside", name=name, passed=fits, summary=summary, figures=figures)
 
 
 def _drafted(answer: ServedAnswer) -> Outcome:

@@ -186,5 +186,18 @@ def show_report(report: Report) -> None:
     missing = sum(check.left_out for check in report.checks)
     what = f"{report.drafter} on {report.model}, {report.runs_as}"
     what += f"; {missing} checks were left out" if missing else ""
-    verdict = Text("certified: ", "bold green") if report.passed else Text("not certified: ", "bold red")
-    out.print(verdict.append(what if report.passed else f"{failed} of {len(report.checks)} checks failed; {what}", ""))
+    if report.passed:
+        verdict = Text("quick look passed: " if report.quick else "certified: ", "bold green")
+        out.print(verdict.append(f"{what}; {_seen(report)}" if report.quick else what, ""))
+        return
+    verdict = Text("not certified: ", "bold red")
+    out.print(verdict.append(f"{failed} of {len(report.checks)} checks failed; {what}", ""))
+
+
+def _seen(report: Report) -> str:
+    """Return what a quick look could have seen."""
+    figures = [check.figures for check in report.checks]
+    greedy = next((f"{each['prompts']} greedy completions, " for each in figures if "bugs" in each), "")
+    apart = max((each["detects_total_variation"] for each in figures if "detects_total_variation" in each), default=1.0)
+    sampled = "" if apart == 1 else f"sampled text that is apart by a total variation of {apart:.2g} or more, "
+    return f"it saw {greedy}{sampled}and nothing finer: without --quick it is certified"

@@ -55,16 +55,8 @@ def check(
         checks = check_drafter(config, tell)
     failed = sum(not each.passed for each in checks)
     if json:
-        console.write_json(
-            {
-                "drafter": drafter,
-                "passed": not failed,
-                "checks": [
-                    {"name": each.name, "passed": each.passed, "summary": each.summary, **each.figures}
-                    for each in checks
-                ],
-            }
-        )
+        records = [each.record() for each in checks]
+        console.write_json({"drafter": drafter, "passed": not failed, "checks": records})
     else:
         show_checks(checks)
         if failed:
