@@ -386,9 +386,9 @@ def _greedy_beside(exam: ServerExam, other: ServedModel) -> Check:
         gaps = [gap for gap in (here_gap, there_gap) if gap is not None]
         parted = exam.difference((index, position), (theirs, mine), max(map(abs, gaps), default=math.inf))
         differences.append(parted)
-        texts = exam.served.show_token(mine), other.show_token(theirs)
+        own, others = exam.served.show_token(mine), other.show_token(theirs)
         words.append(
-            f"prompt {index} parts at token {position}: {texts[0]} here, {_nats(here_gap)} likelier, or {texts[1]} there, "
+            f"prompt {index} parts at token {position}: {own} here, {_nats(here_gap)} likelier, or {others} there, "
             f"{_nats(there_gap)} likelier, {'a numeric tie' if parted.tie else 'NOT a tie'}"
         )
     bugs = [parted for parted in differences if not parted.tie]
