@@ -429,10 +429,20 @@ class TestCommand:
         words = ("--workload", workload, "--concurrency", 4, 8, "--warmup", 1)
         with scripted(brief()) as url:
             assert bench("--server", url, *words, "--num-prompts", 5) == 0
-            told = capsys.readouterr().err
-            assert "5 of 10 prompts repeat" in told and "--num-prompts 4" in told
+            told = capsys.readouterr()
+            assert "5 of 10 prompts repeat" in told.err and "--num-prompts 4" in told.err
+            assert "other ones for each load" not in told.out
             assert bench("--server", url, *words, "--num-prompts", 4) == 0
-            assert "may inflate" not in capsys.readouterr().err
+            told = capsys.readouterr()
+            assert "may inflate" not in told.err
+            assert f"4 tasks of {workload}, other ones for each load" in told.out.replace("\n", " ")
+
+    def test_the_edits_that_ship_are_called_what_they_are(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with scripted(brief()) as url:
+            assert bench("--server", url, "--num-prompts", 40, "--warmup", 0) == 0
+        told = capsys.readouterr().out.replace("\n", " ")
+        assert "40 edits of code that ship with forerun (drafting's best case; --workload takes yours)" in told
+        assert "1 user, by category" in told and "kind of edit" in told
 
     @pytest.mark.parametrize(
         ("words", "said_"),

@@ -30,7 +30,7 @@ from forerun.bench.client import (
     diff_counts,
     sum_counts,
 )
-from forerun.bench.workloads import Task
+from forerun.bench.workloads import DEMO, Task
 from forerun.endpoints import ServerError
 from forerun.errors import ArgumentError, nearest, refuse
 from forerun.plots import COLOURS, pyplot, save
@@ -340,8 +340,7 @@ table{border-collapse:collapse}td,th{padding:.25rem .75rem;border-bottom:1px sol
 td:first-child,th:first-child{text-align:left}svg{max-width:100%;height:auto}.dark{display:none}
 @media(prefers-color-scheme:dark){.dark{display:block}.light{display:none}}
 </style><h1>{{ server }}</h1>
-<p>{{ served_model }} ({{ engine or "engine unknown" }}), {{ tasks }} tasks of
-{{ workload | join(", ") }}, {{ date }}</p>
+<p>{{ served_model }} ({{ engine or "engine unknown" }}), {{ sent }}, {{ date }}</p>
 <div class="light">{{ light | safe }}</div><div class="dark">{{ dark | safe }}</div>
 <div class="wide"><table><tr><th></th>{% for load in loads %}<th>{{ load.load }}</th>{% endfor %}</tr>
 {% for row in figures(loads) %}<tr><td>{{ row.words }}</td>
@@ -365,6 +364,17 @@ def format_figure(value: float | None) -> str:
     if value is None:
         return ""
     return str(value) if isinstance(value, int) else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def describe_workload(record: Mapping[str, Any]) -> str:
+    """Return what each load sends, and whether loads send the same, in words."""
+    about = record["about"]
+    sent = f"{about['tasks']} tasks of {', '.join(about['workload'])}"
+    if about["workload"] == [DEMO]:
+        sent = f"{about['tasks']} edits of code that ship with forerun (drafting's best case; --workload takes yours)"
+    if record.get("tasks_of_its_own") and len(record["loads"]) > 1:
+        sent += ", other ones for each load, which no cache knows: loads differ by them, too"
+    return sent
 
 
 def describe_source(record: Mapping[str, Any]) -> str:
@@ -395,6 +405,7 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
         figures=select_figures,
         shown=format_figure,
         source=describe_source(record),
+        sent=describe_workload(record),
     )
     write_file(path, text)
 

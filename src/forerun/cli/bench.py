@@ -18,6 +18,7 @@ from forerun.bench.load import (
     Bench,
     BenchLoad,
     describe_source,
+    describe_workload,
     draw,
     find_older_loads,
     find_worse,
@@ -26,6 +27,7 @@ from forerun.bench.load import (
     select_figures,
     write_page,
 )
+from forerun.bench.workloads import DEMO
 from forerun.cli import CHECK_FAILED, OK, console
 from forerun.cli.options import SAMPLING, Json, SamplingOptions, json_object
 from forerun.errors import ArgumentError, DataError
@@ -144,7 +146,7 @@ def bench(
     for difference in _differences(older or {}, record["about"]):
         console.warn(f"{compare} was measured with another {difference}")
     repeated, warning = _find_repeated(drawn, most=(len(tasks) - load.warmup) // len(loads))
-    record["repeated_prompts"] = repeated
+    record |= {"repeated_prompts": repeated, "tasks_of_its_own": drawn.apart}
     key = {"model": model, "api_key": api_key}
     benchmark = Bench(
         server=Server(server, metrics_url=metrics_url, **key),
@@ -324,14 +326,14 @@ def _begin_record(out: Path | None, about: dict[str, Any]) -> dict[str, Any]:
 def _show(record: Mapping[str, Any], complaints: Sequence[str], compared: bool) -> None:
     about = record["about"]
     screen = console.out()
-    title = (
-        f"{record['served_model']} at {about['server']}, {about['tasks']} tasks, {about['max_tokens']} tokens at most"
-    )
+    title = f"{record['served_model']} at {about['server']}, {about['max_tokens']} tokens at most"
+    screen.print(Text(f"Each load sends {describe_workload(record)}."))
     rows = [row for load in record["loads"] for row in _rows(load)]
     _table(title, "load", rows)
     for load in record["loads"]:
         if load.get("categories"):
-            _table(f"{load['load']}, by category", "category", list(load["categories"].items()), of_parts=True)
+            kind = "kind of edit" if about["workload"] == [DEMO] else "category"
+            _table(f"{load['load']}, by category", kind, list(load["categories"].items()), of_parts=True)
         if "identical_answers" in load:
             screen.print(
                 f"{load['load']}: {load['identical_answers']} of {load['completed']} completions equal the baseline's"
