@@ -152,7 +152,8 @@ class DrafterSetup:
 
 class Drafter:
     """The base of every drafter. Its methods do nothing, so that a drafter overrides only what it needs. A drafter is
-    made with ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass.
+    made with ``(config, setup)``, where ``config`` is an instance of its `Config` dataclass. Its properties are read
+    once, when it has been made; one that is invalid refuses the request that names the drafter.
     """
 
     name: ClassVar[str]
