@@ -37,6 +37,7 @@ GROUND = (
     "shipped",
     "endpoints",
     "option_groups",
+    "other_engines",
     "intervals",
 )
 ORDER = (

@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
-from typing import NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 Made = TypeVar("Made")
 
@@ -211,26 +211,33 @@ def about(param: str) -> Iterator[None]:
         raise
 
 
-def name_unknown_arguments(instead: Mapping[str, str]) -> Callable[[type[Made]], type[Made]]:
-    """Let a dataclass refuse an argument that it does not have with a TypeError that names the nearest, or what takes
-    the place of an argument of vLLM's: `instead` by its name.
+def check_arguments(call: str, given: Iterable[str], known: Collection[str], instead: Mapping[str, str]) -> None:
+    """Raise TypeError for a keyword that a `call` does not have, which names the nearest, or what takes the place of
+    another engine's: `instead` by its name.
     """
+    for name in given:
+        if name in instead:
+            raise TypeError(f"{call}() has no argument {name!r}: {instead[name]}")
+        if name not in known:
+            raise TypeError(f"{call}() has no argument {name!r}.{nearest(name, known, NEAR)}")
 
-    def decorate(cls: type[Made]) -> type[Made]:
-        make: Callable[..., None] = cls.__init__
-        names = list(signature(cls).parameters)
 
-        @wraps(make)
-        def checked(self: Made, *values: object, **given: object) -> None:
-            for name in given:
-                if name in instead:
-                    raise TypeError(f"{cls.__name__}() has no argument {name!r}, which is vLLM's: {instead[name]}")
-                if name not in names:
-                    raise TypeError(f"{cls.__name__}() has no argument {name!r}.{nearest(name, names, cutoff=0.8)}")
-            make(self, *values, **given)
+def name_unknown_arguments(instead: Mapping[str, str]) -> Callable[[Made], Made]:
+    """Let a dataclass or a method check its keywords by `check_arguments`."""
 
-        setattr(cls, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)
-        return cls
+    def decorate(made: Made) -> Made:
+        called: Any = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
+        known = signature(called).parameters
+
+        @wraps(called)
+        def checked(*values: object, **given: object) -> object:
+            check_arguments(getattr(made, "__name__", ""), given, known, instead)
+            return called(*values, **given)
+
+        if not isinstance(made, type):
+            return cast(Made, checked)
+        setattr(made, "__init__", checked)  # noqa: B010 (mypy takes an assignment for a mistake)
+        return made
 
     return decorate
 

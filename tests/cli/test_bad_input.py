@@ -15,9 +15,9 @@ from cli.conftest import Forerun
 from cli.test_commands import verbs
 from cli.test_heads import FOR_DEMO
 from forerun.cli import VERBS, build_app
-from forerun.cli.other_engines import INSTEAD
 from forerun.drafters import DRAFTERS, declared_options, drafter_class
 from forerun.heads.files import write_head
+from forerun.other_engines import ARGUMENTS, OPTIONS, explain_unknown
 from heads.samples import TARGET, sample
 
 REFUSED = [
@@ -247,15 +247,31 @@ def test_what_is_wrong_is_said_at_once(tried: list[tuple[int, list[str], str]]) 
 
 
 def test_hints_name_options_that_there_are() -> None:
-    """No Python names but where Python is meant; each option is one of some verb."""
-    app = build_app()
-    known = {name for _, verb in verbs(app) for one in verb.assemble_argument_collection() for name in one.names}
-    for option, hint in INSTEAD.items():
-        named = re.findall(r"--[a-z-]+[a-z]|(?<!\S)-k", hint.replace("--revision", ""))
-        assert set(named) <= known, (option, named)
-        assert "in Python" in hint or not re.search(r"[a-z]_[a-z]|LLM", hint.replace("generation_config.json", "")), (
-            hint
-        )
+    """No Python names but where Python is meant; each option is one of the verb, or of the verb that is named."""
+    options = {
+        " ".join(names): [name for one in verb.assemble_argument_collection() for name in one.names]
+        for names, verb in verbs(build_app())
+    }
+    for verb, known in options.items():
+        for option in OPTIONS:
+            said = explain_unknown(f"--{option}", known, verb)
+            of = [name for other in re.findall(r"forerun ([a-z]+)", said) for name in options.get(other, ())]
+            named = re.findall(r"--[a-z-]+[a-z]|(?<!\S)-k", said.removeprefix(f"Unknown option: --{option}"))
+            assert {*named} - {f"--{option}"} <= {*known, *of}, (verb, said)
+            assert "in Python" in said or not re.search(
+                r"[a-z]_[a-z]|LLM", said.replace("generation_config.json", "")
+            ), said
+        first = explain_unknown("-m", known, verb)
+        assert ("MODEL" in known) == first.endswith(f"forerun {verb} MODEL"), first
+    assert not [hint for hint in ARGUMENTS.values() if "--" in hint or "forerun " in hint or "Python" in hint]
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve", "certify"])
+def test_options_of_llama_cpp_are_read_as_written(verb: str, forerun: Forerun) -> None:
+    """``-ngl 99`` is no ``-n gl``."""
+    for option in ("-ngl", "-np", "-no-cnv", "-fa", "-s", "-md", "--do-sample", "--assistant-model"):
+        said = forerun(verb, "demo", option, "4").err
+        assert re.match(f"error: {option} is (not needed|not an option of this command): ", said), said
 
 
 def test_options_read_in_the_source_are_those_of_the_class() -> None:

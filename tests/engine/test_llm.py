@@ -18,6 +18,7 @@ from forerun import LLM, SamplingParams
 from forerun.engine.arguments import EngineArguments, LoadingArguments
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.model.load import LoadOptions
+from forerun.other_engines import REQUEST_ARGUMENTS
 from forerun.types import Source
 
 PROMPTS = ["the cat sat on the", "the dog and the dog and the", "log", "on the mat the cat on the mat the"]
@@ -303,11 +304,18 @@ def test_a_bad_speculative_config_is_named(plain: LLM, config: Any, message: str
         plain.generate(PROMPTS[0], GREEDY, speculative=config)
 
 
-def test_an_unknown_argument_names_the_nearest_or_what_to_use_for_one_of_vllms(checkpoint: Path) -> None:
+def test_an_unknown_argument_names_the_nearest_or_what_to_use_for_one_of_vllms(checkpoint: Path, plain: LLM) -> None:
     with pytest.raises(TypeError, match="max_model_len"):
         LLM(str(checkpoint), max_modellen=3)
-    with pytest.raises(TypeError, match=r"tensor_parallel_size.*which is vLLM's.*device_map"):
+    with pytest.raises(TypeError, match=r"tensor_parallel_size': a model.*device_map"):
         LLM(str(checkpoint), tensor_parallel_size=2)
+    for name in REQUEST_ARGUMENTS:
+        with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
+            plain.chat([], **{name: None})
+        with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
+            plain.stream("x", **{name: None})
+    with pytest.raises(TypeError, match=r"'lora_requests'\.$"):
+        plain.generate("x", lora_requests=None)
     with pytest.raises(TypeError, match=r"SamplingParams.*'max_token'.*Did you mean 'max_tokens'"):
         SamplingParams(max_token=3)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from forerun.cli.other_engines import explain_unknown
 from forerun.errors import ArgumentError, ForerunError
+from forerun.other_engines import OPTIONS, explain_unknown
 
 if TYPE_CHECKING:
     from cyclopts import App, ArgumentCollection, CycloptsError
@@ -46,7 +46,7 @@ def from_file(app: App, commands: tuple[str, ...], arguments: ArgumentCollection
     flags = [name for argument in arguments for name in argument.names]
     for key in keys:
         if f"--{key}" not in flags and f"-{key}" not in flags and not key.startswith("no-"):
-            raise ArgumentError(f"{path}: {explain_unknown(f'--{key}', flags)}")
+            raise ArgumentError(f"{path}: {explain_unknown(f'--{key}', flags, ' '.join(commands))}")
     # A mapping becomes JSON, which such flags take (--speculative-config).
     options = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in keys.items()}
     Dict(options, source=path, use_commands_as_keys=False)(app, commands, arguments)
@@ -67,6 +67,20 @@ def keep_model_out_of_lists(_app: App, commands: tuple[str, ...], arguments: Arg
                 f"{option.name} takes all words that follow it, and {missing} is missing: name it first, "
                 f"forerun {' '.join(commands)} {missing} {option.name} ..."
             )
+
+
+def keep_letters_together(_app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Refuse another engine's option of several letters (llama.cpp's ``-ngl``) that was taken for one of a letter and
+    its value; this is cyclopts' ``App.config``, too.
+    """
+    flags = [name for argument in arguments for name in argument.names]
+    for token in [token for argument in arguments for token in argument.tokens if token.source == "cli"]:
+        if (
+            token.keyword
+            and not token.keyword.startswith("--")
+            and (written := token.keyword + token.value)[1:] in OPTIONS
+        ):
+            raise ArgumentError(explain_unknown(written, flags, " ".join(commands)))
 
 
 def _read(path: str) -> dict[str, Any]:
@@ -137,7 +151,7 @@ def build_app() -> App:
         help_formatter=DefaultFormatter(column_specs=_help_columns),
         # A list option takes all values that follow it, as in vLLM: --rows 1 4 16.
         default_parameter=Parameter(show_default=_worth_showing, consume_multiple=(1, None), negative_iterable=()),
-        config=(keep_model_out_of_lists, from_file),
+        config=(keep_letters_together, keep_model_out_of_lists, from_file),
     )
     for order, (verb, summary) in enumerate(VERBS.items()):
         app.command(f"forerun.cli.{verb}:{verb}", name=verb, help=summary, sort_key=order)
@@ -216,7 +230,7 @@ def _describe(error: CycloptsError) -> str:
 
     if isinstance(error, UnknownOptionError):
         known = [name for argument in error.argument_collection for name in argument.names if argument.parse]
-        return explain_unknown(error.token.keyword or error.token.value, known)
+        return explain_unknown(error.token.keyword or error.token.value, known, " ".join(error.command_chain or ()))
     option = error.argument if isinstance(error, MissingArgumentError) else None
     if option is not None:
         example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""

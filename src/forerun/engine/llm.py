@@ -30,19 +30,28 @@ from forerun.control.config import (
 )
 from forerun.control.measuring import known_or_nominal
 from forerun.decode.drafter import DrafterSetup
-from forerun.engine.arguments import LoadingArguments, check_keywords
+from forerun.engine.arguments import EngineArguments, LoadingArguments
 from forerun.engine.completion import Request
 from forerun.engine.core import Engine
 from forerun.engine.drafting import DrafterPool
 from forerun.engine.prompts import Prompt, PromptReader, Speculative, conversation, pair_prompts
 from forerun.engine.scheduling import Scheduling
-from forerun.errors import CLOSED, ArgumentError, EngineError, about, refuse_unknown
+from forerun.errors import (
+    CLOSED,
+    ArgumentError,
+    EngineError,
+    about,
+    check_arguments,
+    name_unknown_arguments,
+    refuse_unknown,
+)
 from forerun.model import Buckets
 from forerun.model.back_ends import context_of, load_target
 from forerun.model.load import find_device
 from forerun.model.names import load_tokenizer, warn_of_more_tokens
 from forerun.model.target import PREFILL_CHUNK, Target
 from forerun.model.templates import read_template
+from forerun.other_engines import ARGUMENTS, REQUEST_ARGUMENTS
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 if TYPE_CHECKING:
@@ -112,7 +121,7 @@ class LLM:
         check: bool = False,
         **loading: Unpack[LoadingArguments],
     ) -> None:
-        check_keywords(loading)
+        check_arguments("LLM", loading, EngineArguments.__annotations__, ARGUMENTS)
         opening: dict[str, Any] = {**loading}
         self.speculative = _configured(speculative_config, opening)
         check_sizes(max_model_len, max_num_seqs, kv_cache_tokens)
@@ -218,6 +227,7 @@ class LLM:
             raise ArgumentError("there is no tokenizer: the LLM was made with tokenizer=False")
         return self.tokenizer
 
+    @name_unknown_arguments(REQUEST_ARGUMENTS)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -264,6 +274,7 @@ class LLM:
                 self.abort(request_id)
             raise
 
+    @name_unknown_arguments(REQUEST_ARGUMENTS)
     def stream(
         self,
         prompt: Prompt,
