@@ -73,6 +73,14 @@ def test_no_color_keeps_the_shapes() -> None:
     assert "\x1b[1mb" in text and "\x1b[4mc" in text and "48;2" not in text and "33m" not in text
 
 
+def test_a_legend_is_where_colours_are(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    session.print_legend(console.log())
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    session.print_legend(console.log())
+    assert "accepted draft" in capsys.readouterr().err
+
+
 def test_speed_counts_what_came_after_the_first_token() -> None:
     stats = SpeculationStats()
     stats.begin(1)

@@ -15,6 +15,7 @@ import re
 import runpy
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -44,7 +45,6 @@ from forerun.drafters.self_drafting import tuning
 from forerun.plan import measured
 from forerun.serve import server as http_server
 from forerun.serve.session import Session, State
-from ports import free_ports
 from selection import slow
 
 PAGES = [page for page in pages() if printed(page)]
@@ -125,9 +125,11 @@ def parse_script(words: list[str]) -> None:
             del sys.modules[name]
 
 
-def served(session: Session, *, host: str, port: int, asked: Request = ("GET", "/health", {}, None)) -> int:
+def served(
+    session: Session, *, host: str, listener: socket.socket, asked: Request = ("GET", "/health", {}, None)
+) -> int:
     """In place of serving until SIGTERM: until the model is there and one request has been answered."""
-    [port] = free_ports(1)
+    port = listener.getsockname()[1]
     answers = list[httpx.Response]()
 
     def ask() -> None:
@@ -141,7 +143,7 @@ def served(session: Session, *, host: str, port: int, asked: Request = ("GET", "
 
     thread = threading.Thread(target=ask)
     thread.start()
-    asyncio.run(http_server.server(session, host="127.0.0.1", port=port).serve())
+    asyncio.run(http_server.server(session, host="127.0.0.1", port=port).serve(sockets=[listener]))
     thread.join()
     assert all(answer.status_code == 200 for answer in answers), answers
     return 0 if session.failure is None else 2
@@ -327,6 +329,7 @@ def reader(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(http_server, "run", served)
+    monkeypatch.setattr("forerun.cli.serve.listen", lambda *_: socket.create_server(("127.0.0.1", 0)))
     made = Reader(
         folder=tmp_path, endpoint=endpoint, done=done, patch=monkeypatch, shown=lambda: capsys.readouterr().err
     )

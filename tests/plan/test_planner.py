@@ -1,5 +1,6 @@
 """From acceptance and costs to a plan and a verdict; prompts files."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from forerun.errors import ArgumentError, DataError
 from forerun.plan import planner, theory
 from forerun.plan.assumptions import DEVICES, FreeVerification, Roofline, Size
 from forerun.plan.planner import PlanLoad, decide, plan, plan_tree
-from forerun.plan.prompts import read_prompts
+from forerun.plan.prompts import UserPrompt, read_prompts
 
 MEASURED = CostModel(
     nodes=(1, 2, 4, 8, 16), rows=(1,), contexts=(0,), pass_times_ms=(((20.0, 21.0, 22.0, 30.0, 60.0),),), stairs=True
@@ -126,12 +127,29 @@ class TestPrompts:
         assert read_prompts(records) == ["one", [turn]]
 
     @pytest.mark.parametrize(
+        ("entry", "prompt"),
+        [
+            ({"turns": ["one", "two"], "question_id": 81, "category": "writing"}, "one"),
+            ({"question": "one", "answer": "two"}, "one"),
+            ({"prompt": "one", "completion": "two"}, "one"),
+            ({"text": "one"}, "one"),
+            ({"conversations": [{"from": "human", "value": "one"}]}, [{"role": "user", "content": "one"}]),
+            ({"token_ids": [3], "prompt_token_ids": [1, 2], "vocabulary": "x"}, {"prompt_token_ids": [1, 2]}),
+        ],
+        ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    )
+    def test_layouts_of_bench_and_training(self, tmp_path: Path, entry: dict[str, Any], prompt: UserPrompt) -> None:
+        (tmp_path / "a.jsonl").write_text(json.dumps(entry))
+        assert read_prompts(tmp_path / "a.jsonl") == [prompt]
+
+    @pytest.mark.parametrize(
         ("name", "text", "message"),
         [
             ("a.txt", "\n \n", "holds no prompts"),
-            ("a.jsonl", "{", "a.jsonl:1 is not JSON"),
-            ("a.jsonl", '{"prompt": "x"}\n{"text": 3}', "a.jsonl:2 needs 'prompt'"),
-            ("a.jsonl", '{"prompt": " "}', "a.jsonl:1 needs 'prompt' .a string that is not blank"),
+            ("a.jsonl", "{", "a.jsonl, line 1: broken JSON"),
+            ("a.jsonl", '{"prompt": "x"}\n{"text": 3}', "a.jsonl, line 2: 'text' must be a string"),
+            ("a.jsonl", '{"prompt": " "}', "a.jsonl, line 1: a prompt, a message of the user, is blank"),
+            ("a.jsonl", '{"messages": [{"role": "assistant", "content": "x"}]}', "line 1: there is no prompt"),
         ],
     )
     def test_bad_files(self, tmp_path: Path, name: str, text: str, message: str) -> None:

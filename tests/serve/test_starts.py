@@ -319,7 +319,7 @@ def test_a_gguf_file_answers_to_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     chosen = ("--served-model-name", "a", "--served-model-name", "b")
     with loggers_restored():
         for words in ([str(file)], ["smollm2"], [str(file), *chosen]):
-            assert main(["serve", *words]) == 0
+            assert main(["serve", *words, "--port", "0"]) == 0
     own = ("small.Q4_1", "small.Q4_1.gguf", str(file))
     assert [session.names for session in found] == [
         own,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -126,6 +127,14 @@ VERBS = {
 imported when called.
 """
 
+_VERBS_ELSEWHERE = {
+    **dict.fromkeys(("run", "talk"), "chat"),
+    **dict.fromkeys(("complete", "completion"), "generate"),
+    **dict.fromkeys(("server", "start"), "serve"),
+    "benchmark": "bench",
+}
+"""Verbs of Ollama, vLLM and llama.cpp map to ours."""
+
 _SERVER = "http://localhost:8000"
 EXAMPLES = {"--server": _SERVER, "--baseline-server": _SERVER, "--against": "http://localhost:8001"}
 """These are values of options that an error about a missing one shows."""
@@ -226,11 +235,15 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _describe(error: CycloptsError) -> str:
     """Say what was wrong with a command line, in our words where cyclopts has a list of tokens or says little."""
-    from cyclopts import MissingArgumentError, UnknownOptionError
+    from cyclopts import MissingArgumentError, UnknownCommandError, UnknownOptionError
 
     if isinstance(error, UnknownOptionError):
         known = [name for argument in error.argument_collection for name in argument.names if argument.parse]
         return explain_unknown(error.token.keyword or error.token.value, known, " ".join(error.command_chain or ()))
+    if isinstance(error, UnknownCommandError) and error.unused_tokens:
+        verb, *words = error.unused_tokens
+        if ours := _VERBS_ELSEWHERE.get(verb):
+            return f"there is no verb {verb}; here it is forerun {shlex.join([ours, *words])}"
     option = error.argument if isinstance(error, MissingArgumentError) else None
     if option is not None:
         example = f", for example {option.name} {EXAMPLES[option.name]}" if option.name in EXAMPLES else ""

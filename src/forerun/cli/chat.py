@@ -61,7 +61,7 @@ def chat(
     log.print(Text(session.describe_sampling(llm, params), "dim"))
     log.print(Text(f"{model}: type a message; /help lists the commands", "dim"))
     if show_draft:
-        log.print(session.legend(log))
+        session.print_legend(log)
     while (line := _ask()) is not None:
         try:
             if not talk.handle(line):

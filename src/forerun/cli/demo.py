@@ -109,6 +109,8 @@ def demo(
     """
     if offline and model is not None:
         raise ArgumentError(f"--offline takes the demo model, and {model} was named; leave one of both out")
+    if scale is not None and model not in (None, SHIPPED) and not Path(str(model)).expanduser().is_dir():
+        raise ArgumentError(f"--scale enlarges the demo model only, and {model} was named: leave one of both out")
     if everything:
         return _all(model or SHIPPED, scale, max_tokens or 64, heads, loading, json=json)
     refuse(
@@ -155,7 +157,7 @@ def _race(
         console.write_json(record(llm, setting, result))
     else:
         out = console.out()
-        out.print(session.legend(out))
+        session.print_legend(out)
         if isinstance(task, Edit):
             out.print(Text("\nwhat it changed in the function, word by word", "dim"))
             _print_changes(task.function, _text(result))
@@ -216,7 +218,7 @@ def _real(
     else:
         note = f"{model}, drafter {drafter}, {where}; from the question to the last token, one request at a time"
         note += "" if llm.has_chat_template else "; it has no chat template and went on with the questions as text"
-        out.print(session.legend(out))
+        session.print_legend(out)
         out.print(side_by_side.summary(answers, note), soft_wrap=False)
     return 1 if any(answer.wrong for answer in answers) else 0
 

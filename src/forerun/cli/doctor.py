@@ -49,8 +49,8 @@ class TrialOptions:
     llama_cpp: Path | None = None
     """Directory of llama.cpp's sources, with llama-server built in build/bin or on the path."""
     prompts: Path | None = None
-    """File with one prompt a line, or JSON lines with 'prompt' or 'messages'; by default held-out source files that
-    ship with forerun."""
+    """File with one prompt a line, or JSON lines with 'prompt', 'messages' or 'turns'; by default held-out source files
+    that ship with forerun."""
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
     """Tokens of each draft; if not given, as many as the head drafts, 5 of one that drafts any number."""
     max_tokens: int = 64

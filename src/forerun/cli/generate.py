@@ -37,8 +37,8 @@ def generate(
     prompt
         The prompt; read from stdin if neither this nor --prompt-file is given.
     prompt_file
-        File that holds the prompt; a .jsonl file with --json holds many, each line with 'prompt' or 'messages', and a
-        line of JSON is printed for each.
+        File that holds the prompt; a .jsonl file with --json holds many, each line with 'prompt', 'messages' or
+        'turns', and a line of JSON is printed for each.
     prediction_file
         File with the expected completion, for the drafter `prediction`, which is taken if none is named.
     raw
@@ -73,7 +73,7 @@ def generate(
     log.print(session.describe_asking(llm, params, raw=raw))
     finished = session.print_stream(chunks, show_draft=show_draft)
     if show_draft:
-        log.print(session.legend(log))
+        session.print_legend(log)
     if finished is not None:
         log.print(session.statistics_line(finished))
     return 0

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from cyclopts import Parameter
+from cyclopts import Parameter, Token
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +40,19 @@ if TYPE_CHECKING:
     from forerun.plan.measured import MeasuredDrafter
 
 
+def _count(_: object, tokens: Sequence[Token]) -> float:
+    """Read a number of parameters: 8e9, or 8B."""
+    written = tokens[0].value
+    try:
+        return float(written[:-1]) * _UNITS[written[-1].upper()] if written[-1:].isalpha() else float(written)
+    except (KeyError, ValueError) as error:
+        raise ArgumentError(f"{tokens[0].keyword} takes a number of parameters, 8e9 or 8B, got {written!r}") from error
+
+
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_Parameters = Annotated[float | None, Parameter(converter=_count)]
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ForecastOptions:
@@ -59,11 +72,11 @@ class ForecastOptions:
     """Acceptance in a tree: by rank, and by depth behind semicolons: 0.6,0.2,0.1;0.5,0.2."""
     draft_cost: float | None = None
     """c: time of one drafted level in plain passes of the target; default 0."""
-    draft_params: float | None = None
+    draft_params: _Parameters = None
     """Parameters of a draft model, costed by the same roofline."""
-    params: float | None = None
-    """Parameters of a target that is not here, such as 70e9; --dtype and --device say in what and where it runs."""
-    active_params: float | None = None
+    params: _Parameters = None
+    """Parameters of a target that is not here, 70e9 or 70B; --dtype and --device say in what and where it runs."""
+    active_params: _Parameters = None
     """Mixture of experts: parameters that one token runs through."""
     experts: int | None = None
     """Mixture of experts: routed experts of a layer."""
@@ -92,7 +105,7 @@ class PlanOptions(ForecastOptions):
     batch: int = 1
     """Sequences that are decoded together."""
     prompts: Path | None = None
-    """File with one prompt per line, or JSON lines with 'prompt' or 'messages'."""
+    """File with one prompt per line, or JSON lines with 'prompt', 'messages' or 'turns' (Spec-Bench's)."""
     raw: Flag = False
     """The model continues the prompts as they stand. Else they are messages of a user where it has a chat template."""
     choose_draft: tuple[str, ...] = ()

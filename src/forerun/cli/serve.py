@@ -13,6 +13,7 @@ from forerun.cli import session
 from forerun.cli.options import LOADING, SPECULATION, Model, SpeculationOptions, TargetOptions
 from forerun.errors import ArgumentError
 from forerun.option_groups import CAPACITY, NETWORK
+from forerun.serve.listening import listen
 from forerun.serve.settings import ServeSettings
 from forerun.shipped import MEMBER, REAL
 
@@ -70,21 +71,22 @@ def serve(
     speculative = speculation.config()
     session.check(model, loading, speculative, **asdict(engine))
     options = {"speculative_config": speculative, **asdict(engine)}
-    try:
-        from forerun.serve.logs import configure_logging
-        from forerun.serve.server import run
-        from forerun.serve.session import Session
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
-    aliases = (*_short_names(model), model)
-    settings = replace(settings, model_names=settings.model_names or aliases[:1])
-    configure_logging(settings)
-    if not settings.api_keys and not settings.share_unnamed:
-        log.info(
-            "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed if "
-            "all requests are yours, or --api-key"
-        )
-    return run(Session(settings, lambda: _load(model, loading, options), aliases), host=host, port=port)
+    with listen(host, port) as listener:
+        try:
+            from forerun.serve.logs import configure_logging
+            from forerun.serve.server import run
+            from forerun.serve.session import Session
+        except ModuleNotFoundError as error:
+            raise ArgumentError(f"serving needs {error.name}: pip install 'forerun[serve]'") from error
+        aliases = (*_short_names(model), model)
+        settings = replace(settings, model_names=settings.model_names or aliases[:1])
+        configure_logging(settings)
+        if not settings.api_keys and not settings.share_unnamed:
+            log.info(
+                "no API key is set: cached prefixes and what drafters learn end with each request; add --share-unnamed "
+                "if all requests are yours, or --api-key"
+            )
+        return run(Session(settings, lambda: _load(model, loading, options), aliases), host=host, listener=listener)
 
 
 def _short_names(model: str) -> tuple[str, ...]:

@@ -50,10 +50,11 @@ def colour_tokens(tokens: Iterable[OutputToken], console: Console) -> Text:
     return text
 
 
-def legend(console: Console) -> Text:
-    """Return one line that names the styles."""
-    styles = ((words, shape if console.no_color else colour) for words, colour, shape in SOURCES.values())
-    return Text("  ").join(Text(f" {words} ", style) for words, style in styles)
+def print_legend(place: Console) -> None:
+    """Print one line that names the styles of tokens, where stdout is a terminal and so has them."""
+    if console.out().is_terminal:
+        styles = ((words, shape if place.no_color else colour) for words, colour, shape in SOURCES.values())
+        place.print(Text("  ").join(Text(f" {words} ", style) for words, style in styles))
 
 
 def tokens_per_second(output: RequestOutput) -> float | None:

@@ -45,18 +45,18 @@ LAST_S = 0.75  # After the drain time: when the process ends even if Python has 
 OTHER_FILES = 256  # File descriptors besides one a connection: weights, libraries, refused connections
 
 
-def run(session: Session, *, host: str, port: int) -> int:
-    """Serve until told to stop or until the model turns out to be unusable.
+def run(session: Session, *, host: str, listener: socket.socket) -> int:
+    """Serve what comes to `listener` until told to stop or until the model turns out to be unusable.
 
     Returns the exit code: 0 where all that was admitted was completed, 1 where completions were cut
     off at the end of the drain time or something unexpected failed, 2 where the model cannot be
     loaded.
     """
     allow_files(session.settings.max_connections + OTHER_FILES)
+    port = listener.getsockname()[1]
     serving = server(session, host=host, port=port)
-    listener = listen(host, port)
     scheme = "http" if session.settings.ssl_certfile is None else "https"
-    session.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    session.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
     log.info("listening on %s; the model is loading", session.url)
     return asyncio.run(_serve(session, serving, listener))
 
@@ -98,19 +98,6 @@ async def _serve(session: Session, serving: uvicorn.Server, listener: socket.soc
         logging.shutdown()
         os._exit(code)
     return code
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Open a socket that listens, so that a wrong address is known before anything is loaded."""
-    if not 0 <= port < 1 << 16:
-        raise ArgumentError(f"--port is a number from 0 (any free one) to 65535, got {port}")
-    try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except (OSError, UnicodeError) as error:
-        raise ArgumentError(
-            f"cannot listen on {host!r}, port {port}: {getattr(error, 'strerror', None) or error}; choose another "
-            "--host or --port"
-        ) from error
 
 
 def allow_files(count: int) -> None:

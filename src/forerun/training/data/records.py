@@ -40,6 +40,7 @@ class Record:
     id: str  # The entry's own, else the file's name and the line
     messages: tuple[Message, ...] = ()  # The conversation, roles translated to those of chat templates
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas of the tools that the conversation may call
+    plain: bool = False  # The entry has texts without roles: 'prompt', 'question' or 'turns'
     pair: tuple[str, str] | None = None  # Prompt and completion, where the entry was that; `messages` says the same
     text: str = ""
     tokens: tuple[int, ...] = ()  # The text in token ids, as a server recorded it (`forerun serve --record-traffic`)
@@ -196,7 +197,8 @@ def _record(value: Any, where: str, fallback_id: str) -> Record:
             pair = None
         if any(message["role"] == "user" and not message["content"].strip() for message in messages):
             raise DataError("a prompt, a message of the user, is blank; expected something to answer")
-        return Record(**common, messages=messages, tools=_tools(entry.get("tools")), pair=pair)
+        plain = not {"messages", "conversations"} & entry.keys() and not isinstance(entry.get("prompt"), list)
+        return Record(**common, messages=messages, tools=_tools(entry.get("tools")), plain=plain, pair=pair)
     if "token_ids" in entry:
         return Record(**common, **_read_recorded(entry))
     if "text" not in entry:
