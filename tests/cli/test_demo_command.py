@@ -44,7 +44,7 @@ def test_json(forerun: Forerun, checkpoint: Path, draft_checkpoint: Path) -> Non
     assert found["speedup"] == pytest.approx(
         found["speculative_tokens_per_second"] / found["plain_tokens_per_second"], rel=1e-3
     )
-    assert found["mean_acceptance_length"] > 1 and found["tokens"] == 16 and found["dtype"] == "float32"
+    assert found["mean_acceptance_length"] > 1 and found["tokens"] == 16 and found["runs_as"] == "float32 on CPU"
 
 
 def test_sampled_text_is_the_same_with_deterministic_drafts_or_by_their_rule(

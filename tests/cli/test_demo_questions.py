@@ -62,7 +62,15 @@ def parting(gap: float) -> Difference:
 def test_all_questions_at_both_temperatures(forerun: Forerun, checkpoint: Path) -> None:
     ran = forerun("demo", checkpoint, *SHORT)
     assert ran.code == 0 and "\x1b" not in ran.out, ran.err
-    for words in ("plain, T = 0", "speculative, T = 0.8", "an edit", "speed-up", "identical: yes", "drafter auto"):
+    for words in (
+        "plain, T = 0",
+        "speculative, T = 0.8",
+        "an edit",
+        "speed-up",
+        "identical: yes",
+        "drafter auto",
+        "ran once",
+    ):
         assert words in ran.out, words
     assert ran.out.count(" passes: ") == 2 * 2 * len(QUESTIONS)
     assert "teh mat" in ran.out, "what was asked is shown"
@@ -74,7 +82,7 @@ def test_json_is_one_line(forerun: Forerun, checkpoint: Path) -> None:
     found = json.loads(ran.out)
     asked = [(answer["question"], answer["temperature"]) for answer in found["answers"]]
     assert asked == [(question.name, temperature) for question in QUESTIONS for temperature in (0.0, 0.8)]
-    assert found["identical"] is True and found["drafter"] == "suffix" and found["dtype"] == "float32"
+    assert found["identical"] is True and found["drafter"] == "suffix" and found["runs_as"] == "float32 on CPU"
     assert found["speedup"] > 0 and found["tokens_per_pass"] >= 1
 
 
@@ -155,6 +163,19 @@ def test_nothing_is_cut_in_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: p
     bench._table("a title", "load", [("128 users", dict.fromkeys(keys, 1234.5)), ("  baseline", {})])
     shown = capsys.readouterr().out
     assert "…" not in shown and "tok/pass" in shown and max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(("columns", "arms"), [(60, 0), (77, 0), (78, 1)])
+def test_a_narrow_summary_has_fewer_columns(
+    columns: int, arms: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    answers = [replace(answered(0.8, parted=parting(0.1)), question=question) for question in QUESTIONS]
+    console.out().print(side_by_side.summary(answers, "a note"), soft_wrap=False)
+    shown = capsys.readouterr().out
+    for words in ("speed-up", "per pass", "same text", "up to 4", *(question.title for question in QUESTIONS)):
+        assert words in shown, words
+    assert "…" not in shown and shown.count("tokens/s") == 2 * arms
 
 
 def test_without_a_chat_template_the_questions_go_on(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:

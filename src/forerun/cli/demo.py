@@ -204,19 +204,21 @@ def _real(
     settings = [replace(params, temperature=temperature, max_tokens=length) for temperature in temperatures]
     answers = list(side_by_side.ask_all(llm, questions, settings, show=not json))
     drafter = config.get("method", "draft_model")
-    where = f"{llm.target.runs_as}"
     if json:
         about = {
             "model": model,
             "drafter": drafter,
             "speculative_config": config,
-            "dtype": llm.target.dtype_name,
+            "runs_as": llm.target.runs_as,
             "device": str(llm.target.device),
         }
         total = {"identical": all(answer.parted is None for answer in answers), **side_by_side.figures(answers)}
         console.write_json({**about, **total, "answers": [answer.record() for answer in answers]})
     else:
-        note = f"{model}, drafter {drafter}, {where}; from the question to the last token, one request at a time"
+        note = (
+            f"{model}, drafter {drafter}, {llm.target.runs_as}; from the question to the last token, one request at a "
+        )
+        note += "time. Each ran once: two runs of the same differ by 10 % and more"
         note += "" if llm.has_chat_template else "; it has no chat template and went on with the questions as text"
         session.print_legend(out)
         out.print(side_by_side.summary(answers, note), soft_wrap=False)
@@ -244,7 +246,7 @@ def _all(
     out = console.out()
     speeds = {f"{t:g}": round(plain.speed(t), 2) for t in leaderboard.TEMPERATURES}
     if json:
-        where = {"scale_note": note, "dtype": llm.target.dtype_name, "device": str(llm.target.device)}
+        where = {"scale_note": note, "runs_as": llm.target.runs_as, "device": str(llm.target.device)}
         lines = leaderboard.records(plain, board)
         console.write_json({**where, "plain_tokens_per_second": speeds, "drafters": lines})
     else:
@@ -515,7 +517,7 @@ def record(llm: LLM, setting: _Setting, result: Race) -> dict[str, Any]:
         "seed": setting.params.seed,
         "repetition": round(_repetition(tokens), 4),
         "runs": len(result.runs["plain"]) - 1,
-        "dtype": llm.target.dtype_name,
+        "runs_as": llm.target.runs_as,
         "device": str(llm.target.device),
         "text": answer.text,
     }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ASKED_CHARACTERS = 360  # Characters of a question that are shown
 WARM_UP_TOKENS = 32  # Tokens of the warm-up's completions
+WIDE = 78  # Least width of a terminal for the summary with both speeds, which stand above it, too
 ARMS = ("plain", "speculative")
 
 
@@ -188,14 +189,17 @@ def _introduce(question: Question) -> None:
 
 
 def summary(answers: Sequence[AnsweredPair], note: str) -> Group:
-    """Return a table of all completions, the speed-up of all together, and whether anything differs."""
-    arms = ("plain\ntokens/s", "speculative\ntokens/s")
+    """Return a table of all completions, the speed-up of all together, and whether anything differs. Below `WIDE`
+    columns the table leaves both arms' speeds out: a heading that is cut off says nothing.
+    """
+    arms = ("plain\ntokens/s", "speculative\ntokens/s") if console.out().width >= WIDE else ()
     table = console.table("", "T", *arms, "speed-up", "tokens\nper pass", "same text", numbers_from=1)
+    first = len(ARMS) - len(arms)
     for answer in answers:
-        table.add_row(answer.question.title, f"{answer.temperature:g}", *_cells([answer]), _verdict(answer))
+        table.add_row(answer.question.title, f"{answer.temperature:g}", *_cells([answer])[first:], _verdict(answer))
     together = figures(answers)
     table.add_section()
-    table.add_row(Text("all", "bold"), "", *_cells(answers), "")
+    table.add_row(Text("all", "bold"), "", *_cells(answers)[first:], "")
     verdict = Text("speed-up: ", "bold")
     verdict.append(f"{together['speedup']:.2f} x", "bold green" if together["speedup"] > 1 else "bold yellow")
     wrong, tied = [answer for answer in answers if answer.wrong], [a for a in answers if a.parted is not None]
