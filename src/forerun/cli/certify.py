@@ -197,7 +197,7 @@ def show_report(report: Report) -> None:
 def _seen(report: Report) -> str:
     """Return what a quick look could have seen."""
     figures = [check.figures for check in report.checks]
-    greedy = next((f"{each['prompts']} greedy completions, " for each in figures if "bugs" in each), "")
-    apart = max((each["detects_total_variation"] for each in figures if "detects_total_variation" in each), default=1.0)
-    sampled = "" if apart == 1 else f"sampled text that is apart by a total variation of {apart:.2g} or more, "
-    return f"it saw {greedy}{sampled}and nothing finer: without --quick it is certified"
+    seen = [f"compared {each['prompts']} greedy completions" for each in figures if "bugs" in each]
+    apart = [each["detects_total_variation"] for each in figures if "detects_total_variation" in each]
+    seen += [f"would have seen sampled text at a total variation of {max(apart):.2g} or more"] if apart else []
+    return f"it {' and '.join(seen)}, nothing finer; certify without --quick"
