@@ -52,6 +52,7 @@ QUICK: dict[str, dict[str, str]] = {
     "calibrate": {"--seconds": "0.5", "--contexts": "64"},
     "plan demo": {"--max-tokens": "8"},
     "data regenerate": {"--max-tokens -n": "8"},
+    "data draw-prompts": {"--count": "3"},
     "train": {"training.steps=": "1", "windows.length=": "64", "training.optimizer=": "adamw"},
     "train eagle3": {"objective.steps=": "2"},
     "tune skip-layers": {"--iterations": "1", "--tokens": "4", "--limit": "1", "--prompt-tokens": "16"},
@@ -95,7 +96,10 @@ def talk(question: str, answer: str) -> str:
 CODE = "import os\n\n\ndef add(a, b):\n    return a + b\n" * 12
 TALKS = talk("Write f.", "import os\nprint(os.sep)\n" * 8) + talk("Write g.", CODE)
 TEXTS = {
-    **{f"{name}.jsonl": TALKS for name in ("prompts", "train_prompts", "completions", "chats", "corpus", "mt_bench")},
+    **{
+        f"{name}.jsonl": TALKS
+        for name in ("prompts", "train_prompts", "held-out", "completions", "chats", "corpus", "mt_bench")
+    },
     **dict.fromkeys(("notes.txt", "question.txt", "task.txt", "old.py"), CODE),
     "yesterday.json": json.dumps({"loads": [{"load": "1 user"}]}),
     "recipe.yaml": "target: demo\ndata: data/train\noutput: runs/recipe\n",
