@@ -70,6 +70,8 @@ def draw_tokens(model: Any, count: int) -> list[int]:
     )  # Gumbel noise: the largest sum wins
     weight = getattr(embedding, "weight", None)
     if isinstance(weight, Tensor) and weight.is_floating_point() and weight.device.type != "meta":
+        full_tensor = getattr(weight, "full_tensor", None)  # Of a DTensor: the model is spread over processes
+        weight = weight if full_tensor is None else full_tensor()
         gumbel[:, ~weight[: config.vocab_size].isfinite().all(-1).cpu()] = -torch.inf
     for _ in range(ROUNDS):
         with refusing(model, plainly=True):
