@@ -15,6 +15,7 @@ from forerun import LLM, SamplingParams
 from forerun.certify.contract import CHECKS
 from forerun.decode.drafter import DraftContext
 from forerun.drafters import DRAFTERS
+from forerun.types import Source
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -121,6 +122,12 @@ def test_the_page_names_every_field_of_the_context() -> None:
     hidden = {"cache_salts", "failures"}  # of which the page names `salt` and `fail`
     fields = {field.name for field in dataclasses.fields(DraftContext)} - hidden
     assert not {name for name in fields if f"context.{name}" not in page}
+
+
+def test_the_page_names_every_source_of_a_token() -> None:
+    page = (ROOT / "docs" / "generating.md").read_text()
+    [said] = re.findall(r"A `source` is (.*?)\n\* ", page, re.DOTALL)
+    assert re.findall(r'`"(\w+)"`', said) == [source.value for source in Source]
 
 
 def test_the_menu_of_the_site_has_every_page() -> None:

@@ -25,6 +25,7 @@ from forerun.engine.drafting import DrafterPool
 from forerun.errors import ArgumentError
 from forerun.heads.files import HeadCheckpoint, TargetFacts, write_head
 from forerun.heads.medusa import MedusaConfig, MedusaHead
+from forerun.plan.assumptions import DEVICES
 from forerun.serve.session import Session
 
 PROMPT = "the cat sat on the mat and the cat sat on the"
@@ -73,6 +74,16 @@ def test_help_breaks_no_name_and_has_groups(forerun: Forerun, monkeypatch: pytes
         shown = [title for title in re.findall(r"╭─ (\w+) ─", ran.out) if title not in ("Arguments", "Commands")]
         assert shown == [title for title in groups if title in shown], names
         assert names != ("serve",) or shown == [title for title in groups if title != "Sampling"]
+
+
+def test_help_of_shared_options_says_what_the_verb_does(forerun: Forerun) -> None:
+    said = {
+        verb: " ".join(forerun(verb, "--help").out.replace("│", " ").split()) for verb in ("certify", "demo", "plan")
+    }
+    assert "--dtype STR float32 if not given or auto" in said["certify"]
+    assert "auto if not given, suffix for the demo model" in said["demo"] and "Demo model only: let" in said["demo"]
+    device = said["plan"].partition("--device STR")[2].partition("--backend")[0]
+    assert [name for name in DEVICES if name not in device] == []
 
 
 @pytest.fixture(scope="module")

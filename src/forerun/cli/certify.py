@@ -16,7 +16,7 @@ from rich.text import Text
 
 from forerun.certify import CertifyPlan, Check, Report
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, SPECULATION, Flag, Json, SpeculationOptions, TargetOptions, read_text
+from forerun.cli.options import SPECULATION, CertifiedOptions, Flag, Json, SpeculationOptions, read_text
 from forerun.errors import DataError, refuse
 
 _ROWS = 32  # Completions at once: the thousands of short ones are then drawn in a minute or two
@@ -41,6 +41,7 @@ class ServerOptions:
 
 
 SERVERS = ServerOptions()
+CERTIFIED = CertifiedOptions()
 
 
 def certify(
@@ -56,7 +57,7 @@ def certify(
     json: Json = False,
     servers: ServerOptions = SERVERS,
     speculation: SpeculationOptions = SPECULATION,
-    loading: TargetOptions = LOADING,
+    loading: CertifiedOptions = CERTIFIED,
 ) -> int:
     """Test on your own model, or on a server, that speculation changes nothing. Exit code 1 if a check fails.
 

@@ -41,7 +41,7 @@ def chat(
     sampling: SamplingOptions = SAMPLING,
     loading: TargetOptions = LOADING,
 ) -> int:
-    """Talk to a model. /help lists the commands.
+    """Talk to a model, with speculation if a drafter is named. /help lists the commands.
 
     Parameters
     ----------

@@ -18,7 +18,7 @@ from rich.text import Text
 from forerun import demo as demo_texts
 from forerun import shipped
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, SPECULATION, AnswerLength, Flag, Json, SpeculationOptions, TargetOptions
+from forerun.cli.options import LOADING, AnswerLength, DemoSpeculation, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
 from forerun.errors import ArgumentError, DownloadError, nearest, refuse
 from forerun.shipped import REAL
@@ -44,6 +44,9 @@ DEFAULT_SEED = 7
 PROMPT_CHARACTERS = 1200  # How much of a held-out file is the question; about 300 tokens
 EDIT_TOKENS = 512  # At most; an edit ends by itself
 SHOWN_LINES, CHANGED_LINES = 6, 24  # Lines shown of a file, and of what an edit changed
+
+
+DEMO_SPECULATION = DemoSpeculation()
 
 
 class _Setting(NamedTuple):
@@ -73,7 +76,7 @@ def demo(
     everything: Annotated[bool, Parameter(name="--all", negative="")] = False,
     heads: Path | None = None,
     json: Json = False,
-    speculation: SpeculationOptions = SPECULATION,
+    speculation: DemoSpeculation = DEMO_SPECULATION,
     loading: TargetOptions = LOADING,
 ) -> int:
     """Complete the same prompts plainly and speculatively, side by side; show both texts and both speeds.
@@ -103,7 +106,7 @@ def demo(
     repeats
         Timed runs of each arm with the demo model; real prompts run once.
     everything
-        Let every drafter draft for the same prompts, at T = 0 and 1, and print one table.
+        Demo model only: let every drafter draft for the same prompts, at T = 0 and 1, and print one table.
     heads
         With --all: a folder of trained heads, each as `forerun train` leaves it.
     """

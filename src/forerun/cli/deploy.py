@@ -15,7 +15,7 @@ from cyclopts import Parameter
 from rich.text import Text
 
 from forerun.cli import console
-from forerun.cli.options import SPECULATION, Flag, Json, SpeculationOptions, TargetOptions
+from forerun.cli.options import SPECULATION, Flag, Json, PlannedOptions, SpeculationOptions
 from forerun.cli.plan import FORECAST, ForecastOptions, PlanOptions, on_paper
 from forerun.errors import ArgumentError, refuse
 from forerun.writing import write_file
@@ -138,7 +138,7 @@ def _forecast(
         raise ArgumentError("what does a pass cost? Give the target's --params 8e9 and its --device h100, too")
     limit = SpeculationOptions(num_speculative_tokens=speculation.num_speculative_tokens)
     planned = PlanOptions(
-        tp=tp, loading=TargetOptions(device=request.device, dtype=request.dtype), speculation=limit, **described
+        tp=tp, loading=PlannedOptions(device=request.device, dtype=request.dtype), speculation=limit, **described
     )
     planned.check(None)
     shown = on_paper(planned)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from cyclopts import Parameter, validators
 
@@ -35,7 +35,7 @@ class SpeculationOptions:
     """The options that say what drafts, how much, and which rule verifies it."""
 
     drafter: str | None = None
-    """Name of the drafter, see `forerun drafters`, or module:Class, one of your own; without one decoding is plain."""
+    """Name of the drafter, see `forerun drafters`, or module:Class, one of your own."""
     drafter_model: str | None = None
     """Directory, hub id or GGUF file of the drafter's model, or a head's directory or hub id."""
     num_speculative_tokens: Annotated[int | None, Parameter(alias="-k")] = None
@@ -124,9 +124,38 @@ class TargetOptions:
     reproducible: bool = False
     """Keep the bits the same with and without speculation in bfloat16 too, at some cost."""
 
-    def handing_out_layers(self) -> TargetOptions:
+    def handing_out_layers(self) -> Self:
         """Return the same for what reads hidden states or runs layers of the target: transformers runs it."""
         return replace(self, backend="transformers") if self.backend == "auto" else self
+
+
+@Parameter(name="*", group=option_groups.DRAFTING.group)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoSpeculation(SpeculationOptions):
+    """The options that say what drafts in the demo."""
+
+    drafter: str | None = None
+    """Name of the drafter, see `forerun drafters`, or module:Class; auto if not given, suffix for the demo model."""
+
+
+@Parameter(name="*", group=option_groups.MODEL.group)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CertifiedOptions(TargetOptions):
+    """The options that say how to load the model that is certified."""
+
+    dtype: Annotated[str, Parameter(show_default=False)] = "auto"
+    """float32 if not given or auto, bfloat16 or float16; a GGUF file that llama.cpp runs stays as it is."""
+
+
+@Parameter(name="*", group=option_groups.MODEL.group)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannedOptions(TargetOptions):
+    """The options that say how to load the MODEL, or where a target that is not here runs."""
+
+    dtype: str = "auto"
+    """A MODEL has auto, float32, bfloat16 or float16. With --params: bf16 (auto), fp16, fp32, fp8, int8, int4."""
+    device: str | None = None
+    """A MODEL runs on cpu, cuda, ...; with --params: 3090, 4090, l4, l40s, a100, h100, h200, b200, mi300x or cpu."""
 
 
 SPECULATION = SpeculationOptions()

@@ -16,13 +16,12 @@ from rich.text import Text
 
 from forerun.cli import console, session
 from forerun.cli.options import (
-    LOADING,
     SPECULATION,
     AnswerLength,
     Flag,
     Json,
+    PlannedOptions,
     SpeculationOptions,
-    TargetOptions,
     numbers,
 )
 from forerun.control.costs import FREE, DraftCost, PassCost
@@ -97,6 +96,9 @@ class ForecastOptions:
 FORECAST = ForecastOptions()
 
 
+PLANNED = PlannedOptions()
+
+
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions(ForecastOptions):
@@ -125,7 +127,7 @@ class PlanOptions(ForecastOptions):
     bandwidth: float | None = None
     """Its peak memory bandwidth, 1e9 bytes a second."""
     speculation: SpeculationOptions = SPECULATION
-    loading: TargetOptions = LOADING
+    loading: PlannedOptions = PLANNED
 
     @property
     def k(self) -> int | None:

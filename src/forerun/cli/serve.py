@@ -57,7 +57,7 @@ def serve(
     speculation: SpeculationOptions = SPECULATION,
     loading: TargetOptions = LOADING,
 ) -> int:
-    """Serve a model behind OpenAI's API.
+    """Serve a model behind OpenAI's API, with speculation if a drafter is named.
 
     Parameters
     ----------

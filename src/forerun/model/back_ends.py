@@ -77,6 +77,7 @@ def file_for_llama_cpp(model: Any, *, backend: str = "auto", dtype: Any = None, 
         return file if backend == "llama.cpp" else None
     if file is None or dtype not in ("auto", None) or _multiplies_blocks(file, device):
         return None
+    read_model_header(file).check_generates()  # Raises for what nothing runs, a broken file too
     if not llama_context.installed():
         _log.warning(
             "%s runs on transformers, dequantised in memory; llama.cpp would run the file as it is: %s",

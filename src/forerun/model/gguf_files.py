@@ -328,7 +328,7 @@ def _read_header(path: Path, reader: GgufReader) -> GgufHeader:
             table.append(GgufTensor(name, shape[::-1], *reader.numbers("<IQ")))
     except (struct.error, ValueError, MemoryError, OverflowError) as error:
         raise CheckpointError(
-            f"{path} is cut short or corrupt: its header cannot be read to the end ({error}); download or copy it again"
+            f"{path} is cut short or corrupt: its header cannot be read to the end; download or copy it again"
         ) from error
     aligned = metadata.get("general.alignment", 32)
     return GgufHeader(
