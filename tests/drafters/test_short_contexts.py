@@ -82,8 +82,10 @@ def test_a_request_at_its_draft_models_end_leaves_the_others_their_drafts(varian
         long, beside = answers(variant, [LONG, SHORT], there=there)
     [plain] = LLM(model(), max_num_seqs=1, **SIZES).generate([LONG], PARAMS)
     assert drafted(alone)[1] > 0, "it drafts"
-    # What `first_of` drafts with follows from what was accepted of either request.
-    assert drafted(beside) == drafted(alone) or (variant.method == "first_of" and drafted(beside)[2] == 0)
+    if variant.method in ("first_of", "merge"):  # How much these draft follows from what was accepted of either request
+        assert drafted(beside)[::2] == drafted(alone)[::2] and drafted(beside)[1] > 0
+    else:
+        assert drafted(beside) == drafted(alone)
     tokens, count, errors = drafted(long)
     assert (tokens, errors) == (plain.outputs[0].token_ids, 0)
     # Read as words, the prompt alone is longer than that context.
