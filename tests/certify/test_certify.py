@@ -12,6 +12,7 @@ from forerun.certify import CertifyPlan, Check, Report, checks, reference
 from forerun.certify.checks import certify
 from forerun.certify.enumeration import Drawing, World, check_rule
 from forerun.cli import main
+from forerun.control.config import SpeculativeConfig
 from forerun.core.probs import NodeProbs
 from forerun.core.rng import Rng
 from forerun.core.rules import ArgmaxWalk
@@ -51,6 +52,16 @@ def one_setting(monkeypatch: pytest.MonkeyPatch) -> None:
 def drafting(checkpoint: Path, draft: Path, **options: object) -> LLM:
     config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 3, **options}
     return LLM(checkpoint, speculative_config=config, max_num_seqs=32)
+
+
+def test_drafts_are_free_for_a_drafter_that_the_first_request_builds(checkpoint: Path) -> None:
+    """A policy with costs may draft nothing in completions as short as these, and nothing would be tested."""
+    pool = LLM(checkpoint, max_num_seqs=1).engine.drafting
+    with pool.free_of_charge():
+        key = pool.ensure(SpeculativeConfig.parse("ngram"))
+        free = pool._active[key].policy
+        assert not free.measure
+    assert pool._active[key].policy is not free and pool._active[key].policy.measure
 
 
 def test_what_is_right_is_certified(checkpoint: Path, draft_checkpoint: Path) -> None:

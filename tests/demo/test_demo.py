@@ -1,6 +1,5 @@
 """The shipped models by name, and the shipped prompts."""
 
-import re
 from pathlib import Path
 
 import pytest
@@ -74,12 +73,8 @@ def test_the_shipped_target_edits_functions_that_it_was_not_trained_on() -> None
     assert len(right) >= 0.6 * len(asked), right
 
 
-def test_the_edit_that_the_playground_suggests_is_made_right() -> None:
-    """The page asks as one asks a large model; the demo model knows one wording of it."""
+def test_the_playgrounds_first_example_is_the_edit_of_the_demo() -> None:
     page = (Path(forerun.__file__).parent / "serve" / "playground" / "playground.js").read_text()
-    [function] = re.findall(r"const FUNCTION = `(.*?)`;\n", page, re.DOTALL)
-    llm = LLM("demo", dtype="float32", speculative_config={"method": "suffix"})
-    question = f"Rename `rows` to `items`: write items for rows:\n\n{function}"
-    prompt = llm.chat_prompt([{"role": "user", "content": question}])
-    [output] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=256))
-    assert output.outputs[0].text == re.sub(r"\brows\b", "items", function)
+    [edit] = [question.text for question in demo.QUESTIONS if question.name == "edit"]
+    asked, letter = edit.split("\n\n")
+    assert f'const LETTER = "{letter.strip()}";' in page and f"chat: `{asked}\\n\\n${{LETTER}}`" in page

@@ -44,6 +44,7 @@ class DrafterPool:
         self._numbers = itertools.count(1)  # Numbers replaced drafters
         self.replaced = set[str]()  # Keys of replaced drafters that running requests still use
         self._planned: list[Policy] = []
+        self._free = False  # Whether drafts cost nothing, see `free_of_charge`
 
     def ensure(self, config: SpeculativeConfig | None) -> str | None:
         """Return the key of the drafter with this configuration, which is built if there is none yet; None for None.
@@ -54,7 +55,11 @@ class DrafterPool:
         if config.rule is not None:
             rule_named(config.rule)  # before anything is loaded
         key = self._wider(config) or _key(config)
-        active = self._active.get(key) or self._built(config)
+        active = self._active.get(key)
+        if active is None:
+            active = self._built(config)
+            if self._free:
+                active.set_free()
         for name, drafter in active.drafters:
             if config.rule is not None:
                 check_fits(config.rule, drafter.kind(_SAMPLED), name)
@@ -245,14 +250,15 @@ class DrafterPool:
         """Replace the policies, within the context, by ones for which drafting is free: they draft wherever a token may
         be accepted. Checks of losslessness need drafts also where they do not pay. No request may be running.
         """
-        before = [(active, active.policy) for active in self._active.values()]
-        for active, policy in before:
-            active.policy = None if policy is None else policy.with_free_drafts()
+        self._free = True
+        for active in self._active.values():
+            active.set_free()
         try:
             yield
         finally:
-            for active, policy in before:
-                active.policy = policy
+            self._free = False
+            for active in self._active.values():
+                active.charge()
 
     def watch(self, key: str, stats: SpeculationStats) -> None:
         """Add a finished completion's counts; warn once if acceptance is at chance level."""
@@ -279,6 +285,17 @@ class _Active:
     depth: int  # Most tokens on one path
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     warned: bool = False
+    charging: Policy | None = None  # While drafts are free: the policy that takes over again
+
+    def set_free(self) -> None:
+        """Let a policy decide for which drafts are free."""
+        if self.policy is not None:
+            self.charging, self.policy = self.policy, self.policy.with_free_drafts()
+
+    def charge(self) -> None:
+        """Undo `set_free`."""
+        if self.charging is not None:
+            self.policy, self.charging = self.charging, None
 
     @property
     def drafter(self) -> Drafter:

@@ -376,6 +376,7 @@ def test_a_hub_id_is_fetched_without_weights_in_other_layouts(tmp_path: Path, mo
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr("forerun.model.checks.check_on_hub", lambda *_, **__: None)
     assert checkpoint_directory("owner/target") == tmp_path
 
 
