@@ -68,8 +68,9 @@ def chat(
                 break
         except ForerunError as error:
             console.report_error(str(error))
-        except KeyboardInterrupt as stop:
-            _pass_sigterm(stop)
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
             log.print(Text("\nstopped; nothing of it is kept", "dim"))
     return 0
 
@@ -82,17 +83,12 @@ def _ask() -> str | None:
             return log.input(Text("\n> ", "bold cyan")).strip()
         except EOFError:
             break
-        except KeyboardInterrupt as stop:
-            _pass_sigterm(stop)
+        except Terminated:
+            raise
+        except KeyboardInterrupt:
             log.print(Text(hint, "dim"))
     log.print()
     return None
-
-
-def _pass_sigterm(stop: KeyboardInterrupt) -> None:
-    """Raise `stop` again unless it is a Ctrl-C."""
-    if isinstance(stop, Terminated):
-        raise stop
 
 
 class Conversation:

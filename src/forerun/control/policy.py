@@ -234,12 +234,14 @@ class Policy:
         due = dict[int, list[int]]()
         for index, arm in enumerate(self.arms):
             arm.drafter.idle = arm.is_lookup and not arm.lookup_trials.due(self.steps)
+            if not arm.is_lookup or arm.drafter.idle:
+                continue
             may_draft = [
                 row
                 for row, depth in step.max_depths.items()
                 if depth > 0 and (step.rows[row].prediction or not arm.needs_prediction)
             ]
-            if arm.is_lookup and not arm.drafter.idle and may_draft:
+            if may_draft:
                 due[index] = may_draft
         if not due:
             return NO_LOOKUPS

@@ -60,11 +60,12 @@ ACCEPTED: Mapping[str, tuple[Sequence[Any], str]] = {
 }
 """Hints only with such values, or with lists of such values, and why; others of their values are refused."""
 
+_REASONS = {**HINTS, **{name: why for name, (_, why) in ACCEPTED.items()}}
+
 
 def drop_hints(body: Any) -> Any:
     """Return a body without its hints, each of which is told once in the log."""
-    told = {**HINTS, **{name: why for name, (_, why) in ACCEPTED.items()}}
-    for name, why in told.items() if isinstance(body, dict) else ():
+    for name, why in _REASONS.items() if isinstance(body, dict) else ():
         *outer, last = name.split(".")
         holder = body
         for part in outer:
