@@ -27,15 +27,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from forerun.core.sampling import Sampler
-from forerun.core.tree import Resume, TokenTree
-from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, check_least
+from forerun.core.tree import Resume
+from forerun.decode.drafter import check_least
+from forerun.drafters import Budget, DraftContext, Drafter, DrafterSetup, DraftKind, Sampler, TokenTree
 from forerun.drafters.drawing import attempt
 from forerun.errors import UnsupportedModelError
 from forerun.model.inputs import Nodes
 from forerun.model.layers import LayerRange, cache_argument, is_quantised
 from forerun.model.partial import compare
-from forerun.types import Budget, DraftKind
 
 if TYPE_CHECKING:
     from forerun.model import TransformersTarget

@@ -98,7 +98,7 @@ def test_links_lead_somewhere() -> None:
             assert not heading or heading in anchors(there), f"{page.name}: {target}#{heading}"
 
 
-@pytest.mark.parametrize(("number", "name"), [(0, "EchoDrafter"), (1, "AfterDrafter")])
+@pytest.mark.parametrize(("number", "name"), [(0, "EchoDrafter"), (1, "AfterDrafter"), (2, "RecentDrafter")])
 def test_a_drafter_on_its_page_works(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, name: str
 ) -> None:

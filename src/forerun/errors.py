@@ -242,7 +242,12 @@ def name_unknown_arguments(instead: Mapping[str, str]) -> Callable[[Made], Made]
     return decorate
 
 
+def find_near(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return the known name that is nearest, or an empty string where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
+
+
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return ``" Did you mean 'x'?"``, or an empty string where no known name is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    near = find_near(name, known, cutoff)
+    return f" Did you mean {near!r}?" if near else ""

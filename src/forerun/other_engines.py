@@ -124,11 +124,12 @@ REQUEST_ARGUMENTS = {
     "chat_template_kwargs": "generate(llm.chat_prompt(messages, enable_thinking=False)) hands them on",
     "continue_final_message": "generate(llm.chat_prompt(messages, continue_final_message=True)) does that",
     "lora_request": "LLM(adapter=...) opens the model with one PEFT adapter, for all requests",
+    "request_id": "each request gets its own, which its chunks and its output name",
     "prompt_token_ids": "a prompt may be a list of token ids",
     "tokenization_kwargs": "add_special_tokens and the like: give token ids, of llm.encode for example",
     "tools": "generate(llm.chat_prompt(messages, tools=...)) does that",
 }
-"""Arguments of vLLM's `LLM.generate` and `LLM.chat` map to what takes their place."""
+"""Arguments of vLLM's `LLM.generate`, `LLM.chat` and `AsyncLLM.generate` map to what takes their place."""
 
 
 def explain_unknown(option: str, known: Collection[str], verb: str) -> str:

@@ -1,8 +1,10 @@
 """The whole report on a tiny model, and that planted bugs make it fail."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -189,6 +191,26 @@ def test_a_tie_is_measured_and_only_low_precision_is_excused(checkpoint: Path) -
         far = reference.difference(llm, [1, 2, 3], [5], [2])
         assert near is not None and near.gap == pytest.approx(0.1, abs=0.01) and near.tie is forgiving
         assert far is not None and far.gap == pytest.approx(1.0, abs=0.01) and not far.tie
+
+
+def test_prompts_are_read_as_plan_and_bench_read_them(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They were lines of text, whatever the file's form."""
+    talk = [("system", "Be brief."), ("user", "the cat"), ("assistant", "sat")]
+    entries = [{"prompt": "one"}, {"messages": [{"role": role, "content": words} for role, words in talk]}]
+    seen = list[str]()
+
+    def examine(_: LLM, texts: Sequence[str], *__: object, **___: object) -> NoReturn:
+        seen.extend(texts)
+        raise ArgumentError("enough")
+
+    monkeypatch.setattr("forerun.certify.checks.certify", examine)
+    words = ["certify", str(checkpoint), "--drafter", "ngram", "--prompt-file", str(tmp_path / "prompts.jsonl")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, entries)))
+    assert main(words) == 2 and seen == ["one", "Be brief.\n\nthe cat"]
+    (tmp_path / "prompts.jsonl").write_text('{"token_ids": [3], "prompt_token_ids": [1], "vocabulary": "x"}')
+    assert main(words) == 2 and "certify reads texts" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("one_setting")

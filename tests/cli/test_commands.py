@@ -42,6 +42,18 @@ def verbs(app: App, names: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ..
         yield from verbs(app[name], (*names, name))
 
 
+def test_a_target_that_could_be_the_only_word_needs_no_option() -> None:
+    """As MODEL of most verbs; where files, a kind or a head come first, it has one."""
+    places = {
+        names: {one.name: one.index for one in verb.assemble_argument_collection() if one.name != "*"}
+        for names, verb in verbs(build_app())
+    }
+    firsts = {names: [name for name, index in of.items() if index == 0] for names, of in places.items()}
+    alone = {names for names, first in firsts.items() if first == ["--target"]}
+    assert alone == {("features",), ("data", "draw-prompts"), ("heads",)}
+    assert all(first for names, first in firsts.items() if "--target" in places[names])
+
+
 def test_every_list_option_of_every_verb_takes_a_list() -> None:
     """As in vLLM: ``--api-key k1 k2``."""
     app, tried = build_app(), set[str]()
@@ -282,7 +294,8 @@ def test_doctor(forerun: Forerun) -> None:
 
 def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [
-        *("/help", "the cat", "/spec on", "/drafter ngrm", "/drafter ngram", "the dog", "/spec off", "/stats"),
+        *("/help", "the cat", "/spec on", "/drafter ngrm", "/drafter ollama:x", "/drafter ngram", "the dog"),
+        *("/spec off", "/stats"),
         *("/reset", "/stat", "/system Be brief.", "/temperature 0.5", "/temperature warm", "/quit"),
     ]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
@@ -291,7 +304,8 @@ def test_chat(forerun: Forerun, checkpoint: Path, monkeypatch: pytest.MonkeyPatc
     [first] = llm.chat([{"role": "user", "content": "the cat"}], SamplingParams(temperature=0, max_tokens=6))
     assert ran.code == 0 and ran.out.startswith(first.outputs[0].text + "\n")
     told = [
-        *("/drafter NAME", "no drafter yet", "Did you mean 'ngram'?", "drafting with ngram", "2 completions"),
+        *("/drafter NAME", "no drafter yet", "Did you mean 'ngram'?", "Ollama keeps no model 'x:latest'"),
+        *("drafting with ngram", "2 completions"),
         *(
             "forgotten",
             "mean '/stats'",

@@ -168,7 +168,7 @@ def prepared(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 @pytest.fixture
 def store(forerun: Forerun, checkpoint: Path, prepared: Path, tmp_path: Path) -> Callable[..., Ran]:
     def run(*more: object, target: Path = checkpoint, output: str = "features") -> Ran:
-        common: list[object] = ["--target", target, "--data", prepared, "--output", tmp_path / output, "--yes"]
+        common: list[object] = [target, "--data", prepared, "--output", tmp_path / output, "--yes"]
         return forerun("features", *common, *more)
 
     return run

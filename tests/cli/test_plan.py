@@ -226,6 +226,7 @@ def test_calibrate(
     assert (found["rows"], found["nodes"], found["contexts"]) == ([1, 2], [1, 2, 8], [16])
     assert found["v"][1]["v"][2] == pytest.approx((10 + 8) / 11) and Path(found["file"]).is_file()
     assert [key.split(":")[0] for key in found["drafts"]] == ["draft_model"]
+    assert found["runs_as"] == "float32 on CPU", "as certify and demo say it, which name a file's quantisation so"
     count = len(instant)
     ran = forerun(*arguments, *drafter)
     assert len(instant) == count and "v(n)" in ran.out and "draft_model" in ran.out and found["file"] in ran.err

@@ -17,7 +17,7 @@ __all__ = ["checkpoint"]
 
 OWN = '''
 from dataclasses import dataclass
-from forerun.decode.drafter import Drafter
+from forerun.drafters import Drafter
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
@@ -65,6 +65,8 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_own:WithoutOptions", "no drafter.*Config"),
         ("my_own:dataclass", "no drafter"),
         ("my_own.Echo", "unknown drafter.*module:Class"),
+        ("ollama:smollm2", "unknown drafter.*--drafter-model"),
+        ("lmstudio:some/one", "unknown drafter.*--drafter-model"),
     ],
 )
 def test_what_is_none_says_so(name: str, said: str) -> None:

@@ -5,6 +5,7 @@ import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.conftest import TEMPLATE, tiny_tokenizer
-from forerun import LLM, SamplingParams
+from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.engine.arguments import EngineArguments, LoadingArguments
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.model.load import LoadOptions
@@ -312,8 +313,9 @@ def test_an_unknown_argument_names_the_nearest_or_what_to_use_for_one_of_vllms(c
     for name in REQUEST_ARGUMENTS:
         with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
             plain.chat([], **{name: None})
-        with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
-            plain.stream("x", **{name: None})
+        for stream in (plain.stream, partial(AsyncLLM.stream, None), partial(AsyncLLM.generate, None)):
+            with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
+                stream("x", **{name: None})
     with pytest.raises(TypeError, match=r"'lora_requests'\.$"):
         plain.generate("x", lora_requests=None)
     with pytest.raises(TypeError, match=r"SamplingParams.*'max_token'.*Did you mean 'max_tokens'"):

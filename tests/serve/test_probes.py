@@ -192,8 +192,10 @@ def test_refused_by_name(official: OpenAI, probe: tuple[str, dict[str, Any], str
 
 
 def test_hints_are_told_once(live: Live, caplog: pytest.LogCaptureFixture) -> None:
-    """A template without the variable changes nothing either."""
+    """A template without the variable changes nothing either; a null sets nothing, and is no hint."""
+    unset = {"store": None, "functions": None, "service_tier": None, "reasoning_effort": None}
     with caplog.at_level(logging.INFO, logger="forerun.serve.protocol.hints"):
+        assert outcome(live.client(), CHAT, unset)[0] == "answered" and not caplog.records
         for _ in range(2):
             assert outcome(live.client(), CHAT, {"reasoning_effort": "low", "store": True})[0] == "answered"
     told = [record.getMessage() for record in caplog.records]

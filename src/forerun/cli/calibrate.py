@@ -77,7 +77,7 @@ def calibrate(
     if plot is not None:
         draw_cost(cost, plot, where)
     if json:
-        record = {"model": model, "device": device_name(llm.target.device), "dtype": llm.target.dtype_name}
+        record = {"model": model, "device": device_name(llm.target.device), "runs_as": llm.target.runs_as}
         table_of_v = [
             {"context": context, "rows": rows, "v": [cost.v(nodes, rows, context) for nodes in cost.nodes]}
             for context in cost.contexts

@@ -4,7 +4,7 @@ nothing; ``forerun certify --server URL`` tests any server.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +16,9 @@ from rich.text import Text
 
 from forerun.certify import CertifyPlan, Check, Report
 from forerun.cli import console, session
-from forerun.cli.options import SPECULATION, CertifiedOptions, Flag, Json, SpeculationOptions, read_text
+from forerun.cli.options import SPECULATION, CertifiedOptions, Flag, Json, SpeculationOptions
 from forerun.errors import DataError, refuse
+from forerun.plan.prompts import UserPrompt, read_prompts
 
 _ROWS = 32  # Completions at once: the thousands of short ones are then drawn in a minute or two
 _TEMPERATURES = (0.0, 0.7)
@@ -73,7 +74,8 @@ def certify(
     Parameters
     ----------
     prompt_file
-        File with one prompt per line; by default held-out source files that ship with forerun.
+        One prompt a line, or records (.jsonl, .json, .parquet) with `prompt`, `messages` or `turns`, which are
+        continued as text; by default held-out source files that ship with forerun.
     temperature
         0 for the greedy checks, any other for a chi-square test at that temperature. By default 0 and 0.7.
     prompts
@@ -164,7 +166,16 @@ def _texts(prompt_file: Path | None) -> list[str]:
         if not texts:
             raise DataError("the shipped prompts are missing; give --prompt-file FILE with one prompt per line")
         return texts
-    return [line for line in read_text(prompt_file, "prompts").splitlines() if line.strip()]
+    return [_text(prompt, prompt_file) for prompt in read_prompts(prompt_file)]
+
+
+def _text(prompt: UserPrompt, file: Path) -> str:
+    """Return a prompt as the text that is continued: of a conversation what its messages say."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        raise DataError(f"{file} holds token ids, and certify reads texts: give records with 'prompt' or 'messages'")
+    return "\n\n".join(str(message["content"]) for message in prompt)
 
 
 def show_checks(checks: Sequence[Check]) -> None:

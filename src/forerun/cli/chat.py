@@ -27,7 +27,7 @@ HELP = """\
 /temperature T      temperature of the next completions, 0 is greedy
 /stats              counts of the whole session
 /spec on|off        speculation for the next answers
-/drafter NAME|PATH  draft with another drafter, or another draft model
+/drafter NAME|PATH  draft with another drafter, draft model or head
 /quit               leave (so does Ctrl-D; Ctrl-C stops a completion, or what a command does)"""
 
 
@@ -179,17 +179,17 @@ class Conversation:
         console.log().print(Text(f"speculation {argument}", "dim"))
 
     def _drafter(self, argument: str) -> None:
-        from forerun import SpeculativeConfig
+        from forerun.control.config import SpeculativeConfig, method_of
         from forerun.drafters import entry_named, is_outside, methods
 
         if not argument:
             raise ArgumentError(
-                f"/drafter takes a name ({', '.join(methods())}) or a draft model's directory or hub id"
+                f"/drafter takes a name ({', '.join(methods())}) or the directory or hub id of a draft model or a head"
             )
         is_method = argument in methods() or is_outside(argument)
         if not (is_method or "/" in argument or Path(argument).exists()) and nearest(argument, methods(), NEAR):
             entry_named(argument)  # Raises
-        named = {"method": argument} if is_method else {"method": "draft_model", "model": argument}
+        named = {"method": argument} if is_method else {"method": method_of(argument), "model": argument}
         self.llm.engine.drafting.ensure(SpeculativeConfig.parse(named))
         self.config = named
         self.speculating = True

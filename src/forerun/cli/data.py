@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -171,7 +171,7 @@ def delete_traffic(folder: Path, *, api_key: Annotated[str | None, Parameter(env
 class DrawOptions:
     """The options that say how many prompts are drawn, how, and which ones may not come."""
 
-    target: str
+    target: str = field(kw_only=False)
     """Directory or hub id of a chat model, which writes the prompts itself."""
     output: Path
     """JSONL to append to; prompts that are in it already count."""
@@ -192,7 +192,7 @@ class DrawOptions:
 
 
 @data.command
-def draw_prompts(*, options: DrawOptions, json: Json = False, loading: TargetOptions = LOADING) -> int:
+def draw_prompts(options: DrawOptions, *, json: Json = False, loading: TargetOptions = LOADING) -> int:
     """Let a chat model write prompts itself (Magpie). Run again to go on after a stop, or with a larger count.
 
     They are what the model was tuned on, not what your users ask: take your own prompts where you have them.

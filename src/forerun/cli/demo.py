@@ -18,7 +18,7 @@ from rich.text import Text
 from forerun import demo as demo_texts
 from forerun import shipped
 from forerun.cli import console, session
-from forerun.cli.options import LOADING, AnswerLength, DemoSpeculation, Flag, Json, SpeculationOptions, TargetOptions
+from forerun.cli.options import AnswerLength, DemoSpeculation, DemoTarget, Flag, Json, SpeculationOptions, TargetOptions
 from forerun.demo import QUESTIONS, Edit, Prompt, Question
 from forerun.errors import ArgumentError, DownloadError, nearest, refuse
 from forerun.shipped import REAL
@@ -46,7 +46,7 @@ EDIT_TOKENS = 512  # At most; an edit ends by itself
 SHOWN_LINES, CHANGED_LINES = 6, 24  # Lines shown of a file, and of what an edit changed
 
 
-DEMO_SPECULATION = DemoSpeculation()
+DEMO_SPECULATION, DEMO_TARGET = DemoSpeculation(), DemoTarget()
 
 
 class _Setting(NamedTuple):
@@ -77,7 +77,7 @@ def demo(
     heads: Path | None = None,
     json: Json = False,
     speculation: DemoSpeculation = DEMO_SPECULATION,
-    loading: TargetOptions = LOADING,
+    loading: DemoTarget = DEMO_TARGET,
 ) -> int:
     """Complete the same prompts plainly and speculatively, side by side; show both texts and both speeds.
 
@@ -144,7 +144,7 @@ def _race(
     """Let both arms complete a held-out prompt several times, and show the texts and the speeds."""
     config = speculation.config() or (DEFAULT_DRAFTER if model == SHIPPED else {"method": "auto"})
     path, drafting, note = enlarge(model, config, scale) if scale is not None else (model, config, None)
-    if loading.dtype == "auto" and scale is None:
+    if loading.dtype == "auto" and scale is None and model == SHIPPED:
         loading = replace(loading, dtype="float32")  # there identity is exact, and for a small model it costs nothing
     llm = session.load(path, loading, drafting, max_num_seqs=1)
     continues = isinstance(task, Prompt)

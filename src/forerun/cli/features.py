@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
@@ -34,7 +34,7 @@ GIB = 2**30
 class FeatureOptions:
     """The options that say what states are stored, of which target and data, where and how."""
 
-    target: str
+    target: str = field(kw_only=False)
     """Directory, hub id or name of a shipped model."""
     data: Path
     """Directory that `forerun data prepare` wrote."""
@@ -61,7 +61,7 @@ class FeatureOptions:
 
 
 def features(
-    *, options: FeatureOptions, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
+    options: FeatureOptions, *, yes: Annotated[bool, Parameter(negative="", alias="-y")] = False, json: Json = False
 ) -> int:
     """Store the target's hidden states for prepared data. The same command goes on where it was stopped.
 

@@ -11,7 +11,7 @@ from forerun.cli.options import Json
 from forerun.heads.catalogue import known_heads, suggest
 
 
-def heads(target: str | None = None, /, *, json: Json = False) -> int:
+def heads(target: str | None = None, *, json: Json = False) -> int:
     """List known public heads of every kind, as others reported them.
 
     Parameters

@@ -140,6 +140,16 @@ class DemoSpeculation(SpeculationOptions):
 
 @Parameter(name="*", group=option_groups.MODEL.group)
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DemoTarget(TargetOptions):
+    """The options that say how to load the model of the demo."""
+
+    dtype: str = "auto"
+    """auto (float32 for a prompt of the demo model as it ships; else the checkpoint's own, but float32 on a CPU that
+    only emulates it), float32, bfloat16 or float16."""
+
+
+@Parameter(name="*", group=option_groups.MODEL.group)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CertifiedOptions(TargetOptions):
     """The options that say how to load the model that is certified."""
 

@@ -160,7 +160,7 @@ def _file(llm: LLM, model: str, tuned: Tuned, options: SearchOptions, *, prompts
         "seconds": tuned.seconds,
         "interrupted": tuned.interrupted,
         "device": str(target.device),
-        "dtype": target.dtype_name,
+        "runs_as": target.runs_as,
         "threads": torch.get_num_threads(),
     }
     return SkipFile(

@@ -15,6 +15,7 @@ from forerun.drafters.kinds import KINDS
 from forerun.errors import ArgumentError, CheckpointError, DataError, choices, refuse
 from forerun.heads.catalogue import check_head_named
 from forerun.model.checks import check_found
+from forerun.model.other_apps import LM_STUDIO, OLLAMA
 from forerun.writing import parse_json, read_object
 
 MAX_SPECULATIVE_TOKENS = 128  # Larger K is refused: no drafter is that good, and the tree mask grows with its square
@@ -257,7 +258,7 @@ def method_of(model: Any) -> str:
         return str(getattr(config, "kind", "draft_model" if getattr(config, "pard_token", None) is None else "pard"))
     from forerun.model.names import resolve
 
-    if str(model).endswith(".gguf"):
+    if str(model).endswith(".gguf") or str(model).startswith((OLLAMA, LM_STUDIO)):
         return "draft_model"  # The file is opened when the drafter is built
     folder = Path(resolve(model)).expanduser()
     if not (folder / "config.json").is_file():

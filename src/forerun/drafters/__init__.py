@@ -1,9 +1,14 @@
-"""Drafters: one file per method and one line in `DRAFTERS`, for draft heads in `kinds`. Imports no torch."""
+"""Drafters: one file per method and one line in `DRAFTERS`, for draft heads in `kinds`.
+
+What a drafter of your own imports is here, too (`__all__`). Those names are loaded when first used, so that importing
+this imports no torch.
+"""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,9 +17,43 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.kinds import KINDS, import_named
 from forerun.errors import ArgumentError, choices, refuse_unknown
+from forerun.model.other_apps import LM_STUDIO, OLLAMA
 
 if TYPE_CHECKING:
-    from forerun.decode.drafter import Drafter, DrafterSetup
+    from forerun.core.sampling import Sampler
+    from forerun.core.tree import TokenTree
+    from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain
+    from forerun.decode.scores import Scores
+    from forerun.types import Budget, DraftKind, Drawn, Verdict
+
+_HOMES = {
+    **dict.fromkeys(("DraftContext", "Drafter", "DrafterSetup", "PerDomain"), "forerun.decode.drafter"),
+    **dict.fromkeys(("Budget", "DraftKind", "Drawn", "Verdict"), "forerun.types"),
+    "Sampler": "forerun.core.sampling",
+    "Scores": "forerun.decode.scores",
+    "TokenTree": "forerun.core.tree",
+}
+"""These are the modules of the names in `__all__`."""
+
+__all__ = [
+    "Budget",
+    "DraftContext",
+    "DraftKind",
+    "Drafter",
+    "DrafterSetup",
+    "Drawn",
+    "PerDomain",
+    "Sampler",
+    "Scores",
+    "TokenTree",
+    "Verdict",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'forerun.drafters' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +167,7 @@ def methods() -> dict[str, DrafterEntry]:
 
 def is_outside(name: str) -> bool:
     """Return whether a method names a drafter outside of this package, ``module:Class``. Imports nothing."""
-    return ":" in name
+    return ":" in name and not name.startswith((OLLAMA, LM_STUDIO))
 
 
 def entry_named(name: str) -> DrafterEntry:
@@ -141,8 +180,8 @@ def entry_named(name: str) -> DrafterEntry:
     if is_outside(name):
         return _from_outside(name)
     raise ArgumentError(
-        f"unknown drafter {name!r}.{choices(name, registered)} A file of your own is named module:Class; "
-        "`forerun drafters` says what each is."
+        f"unknown drafter {name!r}.{choices(name, registered)} A file of your own is named module:Class, and a model "
+        "that drafts by --drafter-model (in Python: model); `forerun drafters` says what each is."
     )
 
 
@@ -158,7 +197,7 @@ def _from_outside(path: str) -> DrafterEntry:
     is_drafter = isinstance(imported, type) and issubclass(imported, Drafter)
     if not is_drafter or not dataclasses.is_dataclass(getattr(imported, "Config", None)):
         raise ArgumentError(
-            f"{path!r} is no drafter; expected a subclass of forerun.decode.drafter.Drafter with a dataclass Config"
+            f"{path!r} is no drafter; expected a subclass of forerun.drafters.Drafter with a dataclass Config"
         )
     return DrafterEntry(path=path, summary=path)
 

@@ -22,7 +22,8 @@ from forerun.engine.arguments import EngineArguments
 from forerun.engine.completion import Request
 from forerun.engine.llm import LLM, Conversation
 from forerun.engine.prompts import Lanes, OneThread, Prompt, Speculative, pair_prompts
-from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError
+from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError, name_unknown_arguments
+from forerun.other_engines import REQUEST_ARGUMENTS
 from forerun.types import RequestOutput, SamplingParams, StreamChunk
 
 T = TypeVar("T")
@@ -69,6 +70,7 @@ class AsyncLLM:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
+    @name_unknown_arguments(REQUEST_ARGUMENTS)
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -93,6 +95,7 @@ class AsyncLLM:
         """Run `LLM.chat`."""
         return await self.generate(self.llm.chat_prompts(messages), sampling_params, **keywords)
 
+    @name_unknown_arguments(REQUEST_ARGUMENTS)
     async def stream(
         self,
         prompt: Prompt,

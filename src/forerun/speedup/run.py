@@ -337,7 +337,7 @@ class SpeedupRun:
         return {
             "processor": processor_name(),
             "device": str(target.device),
-            "dtype": target.dtype_name,
+            "runs_as": target.runs_as,
             "parameters": count_weights(find_loaded(self.request.model)),
             "layers": text.num_hidden_layers,
             "hidden_size": text.hidden_size,

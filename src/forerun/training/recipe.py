@@ -5,7 +5,6 @@ and over the file. Its settings have units and limits, which pydantic checks.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import math
 import re
@@ -21,7 +20,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from forerun.devices import multiplies
 from forerun.drafters.kinds import kind_named, objective_for
-from forerun.errors import ArgumentError, choices, nearest, refuse
+from forerun.errors import ArgumentError, choices, find_near, refuse
 from forerun.losses.objective import STRICT, Count, Natural, NotNegative, Positive, Share, check_fields, complaint
 
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -288,10 +287,10 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     if found["type"] == "unexpected_keyword_argument":
         keys = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))]
         where = key[: -len(path[-1])]
-        if not nearest(path[-1], keys, 0.8):
+        if not find_near(path[-1], keys, 0.8):
             everywhere = _keys(TrainRecipe, settings)
             last_parts = {one.rpartition(".")[2] for one in everywhere}
-            for close in difflib.get_close_matches(path[-1], last_parts, n=1, cutoff=0.8):
+            if close := find_near(path[-1], last_parts, 0.8):
                 meant = [repr(one) for one in everywhere if one.rpartition(".")[2] == close]
                 return f"unknown key {key!r}. Did you mean {' or '.join(meant)}?"
         return f"unknown key {key!r}.{choices(key, [where + name for name in keys])}"

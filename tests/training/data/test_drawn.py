@@ -57,7 +57,7 @@ def test_the_sieve_lets_every_usable_prompt_through_once() -> None:
 
 def test_a_stopped_command_goes_on_with_other_prompts(forerun: Forerun, checkpoint: Path, tmp_path: Path) -> None:
     output = tmp_path / "drawn.jsonl"
-    words: list[Any] = ["data", "draw-prompts", "--target", checkpoint, "--output", output, "-n", 24]
+    words: list[Any] = ["data", "draw-prompts", checkpoint, "--output", output, "-n", 24]
     assert forerun(*words, "--count", 3).code == 0
     first = output.read_text()
     output.write_text(first + '{"id": "drawn-9')  # The power failed

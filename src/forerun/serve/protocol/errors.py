@@ -7,10 +7,9 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, NamedTuple
 
-from forerun.errors import ArgumentError, ForerunError, list_some, nearest
+from forerun.errors import ArgumentError, ForerunError, find_near, list_some
 from forerun.serve.protocol.hints import list_accepted
 
 OTHER_NAMES = {
@@ -154,12 +153,12 @@ def no_such_path(path: str, paths: Collection[str]) -> ApiError:
     own = [part for part in parts if part != "v1"]
     begun = "/".join(["", "v1", *own])
     absent = next((words for name, words in _ABSENT.items() if any(part.startswith(name) for part in own[:1])), None)
-    near = [begun] if begun in paths else [] if absent is not None else get_close_matches(path, list(paths), 1, 0.7)
+    near = begun if begun in paths else "" if absent is not None else find_near(path, paths, 0.7)
     if near:
         hint = "a client's base URL ends with one /v1: this is" if begun in paths else "the nearest is"
     else:
         hint = absent or "GET /openapi.json lists what is served"
-    return ApiError(404, f"there is no such path here; {hint}", quoted=path, listed=near)
+    return ApiError(404, f"there is no such path here; {hint}", quoted=path, listed=[near] if near else [])
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], body: Any = None, known: Collection[str] = ()) -> ApiError:
@@ -195,11 +194,9 @@ def _unknown(complaints: Sequence[_Complaint], known: Collection[str]) -> ApiErr
     remedies = list[str]()
     for one, name in zip(complaints, names, strict=True):
         other = OTHER_NAMES.get(name, "")
-        meant = nearest(name, known, 0.75) if len(one.path) == 1 and known else ""
-        if other.partition(".")[0] in known:
-            meant = f" Did you mean {other!r}?"
-        if meant:
-            remedies.append(f"did {meant[5:-1]}{f' in place of {name!r}' if len(names) > 1 else ''}?")
+        near = find_near(name, known, 0.75) if len(one.path) == 1 else ""
+        if meant := other if other.partition(".")[0] in known else near:
+            remedies.append(f"did you mean {meant!r}{f' in place of {name!r}' if len(names) > 1 else ''}?")
         elif values := list_accepted(name):
             remedies.append(f"of {name!r} only {values} is taken")
     listed = list_some([repr(name[:_QUOTED]) for name in names], 10)

@@ -71,8 +71,9 @@ def drop_hints(body: Any) -> Any:
         for part in outer:
             holder = holder.get(part) if isinstance(holder, dict) else None
         if isinstance(holder, dict) and last in holder and _is_hint(name, holder[last]):
-            note_hint(name, why)
-            del holder[last]
+            given = holder.pop(last)
+            if given is not None:  # By a null a client says that it sets nothing
+                note_hint(name, why)
     return body
 
 
