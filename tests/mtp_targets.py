@@ -40,6 +40,7 @@ _HYBRID: dict[str, Any] = {
 }
 _INDEX = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 16}
 _SLIDING = {"sliding_window": 5, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}
+_WINDOW_FIRST = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MROPE = {"rope_parameters": _ROPE | {"mrope_interleaved": True, "mrope_section": [2, 1, 1]}}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "deepseek": ("DeepseekV3", "DeepseekV3ForCausalLM", _EXPERTS | _LATENT),
@@ -95,20 +96,65 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
         | {"moe_intermediate_size": 24},
     ),
+    "glm_lite": ("Glm4MoeLite", "Glm4MoeLiteForCausalLM", _EXPERTS | _LATENT),
+    "glm_ocr": (
+        "GlmOcr",
+        "GlmOcrForConditionalGeneration",
+        {"num_key_value_heads": 2, "head_dim": 16, "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2]}},
+    ),
+    "hunyuan": (
+        "HYV3",
+        "HYV3ForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "num_shared_experts": 1},
+    ),
+    "exaone_moe": (
+        "ExaoneMoe",
+        "ExaoneMoeForCausalLM",
+        _WINDOW_FIRST
+        | {"num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 24, "mlp_layer_types": ["dense", "sparse", "dense"]},
+    ),
+    "exaone4_5": (
+        "Exaone4_5_",
+        "Exaone4_5_ForConditionalGeneration",
+        _WINDOW_FIRST | {"num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "ernie": (
+        "Ernie4_5_Moe",
+        "Ernie4_5_MoeForCausalLM",
+        {"num_key_value_heads": 2, "head_dim": 16, "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 24}
+        | {"moe_layer_start_index": 1, "moe_layer_end_index": 1},
+    ),
 }
 """Name -> transformers' prefix, the architecture that the checkpoint names, configuration."""
-HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen", "nemotron", "mellum"))]
+HYBRIDS = [name for name in FAMILIES if name.startswith(("qwen", "nemotron", "mellum", "exaone"))]
 """Targets that bring a single module under ``mtp.``, most of them with recurrent states."""
-OF_CLASSES = [*HYBRIDS, "deepseek_v32", "glm_dsa", "mimo_v2", "ling", "step"]
+SINGLE = [*HYBRIDS, "ernie"]
+"""Targets that bring a single module."""
+OF_CLASSES = [*SINGLE, "deepseek_v32", "glm_dsa", "mimo_v2", "ling", "step", "glm_lite", "glm_ocr", "hunyuan"]
 """Targets whose MTP layers are of transformers' classes."""
 PRE_NORM = ("mimo", "step")
 """Targets whose state before the final norm is read."""
+VISION: dict[str, dict[str, Any]] = {
+    "step": {
+        **{"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        **{"image_size": 28, "patch_size": 14},
+    },
+    "glm_ocr": {"hidden_size": 16, "depth": 1, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": HIDDEN},
+    "exaone4_5": {
+        **{"hidden_size": 16, "depth": 1, "num_heads": 2, "num_key_value_heads": 2, "intermediate_size": 16},
+        **{"out_hidden_size": HIDDEN, "fullatt_block_indexes": [0]},
+    },
+}
+"""Targets that see, and the configuration of what they see with."""
 LISTS = ("layer_types", "mlp_layer_types")
 """Keys with an entry for each layer."""
 NAMES = {
     "mimo_v2": {"shared_head.norm": "final_layernorm", "post_attention_layernorm": "pre_mlp_layernorm"},
     "ling": {"shared_head.norm": "final_layernorm"},
     "step": {"shared_head.norm": "transformer.shared_head.norm", "output_head": "transformer.shared_head.output"},
+    "hunyuan": {"shared_head.norm": "final_layernorm"},
 }
 """DeepSeek's names of parts -> those of other families, where they differ."""
 PARTS = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -116,6 +162,18 @@ THEIRS = dict(zip(PARTS, ("token_layernorm", "hidden_layernorm", "input_proj", "
 """DeepSeek's names -> MiMo's."""
 BESIDE = dict(zip(PARTS, ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), strict=True))
 """DeepSeek's names -> those of parts that Qwen's checkpoints have beside the layer."""
+ERNIES = dict(zip(PARTS, ("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"), strict=False))
+"""DeepSeek's names -> those of parts that Ernie's checkpoints have beside the layer."""
+
+
+def automatic_class(family: str) -> Any:
+    """transformers' class that loads such a target."""
+    return transformers.AutoModelForImageTextToText if family in VISION else AutoModelForCausalLM
+
+
+def _of_text(name: str) -> str:
+    """As a model that sees calls a tensor of its text model."""
+    return name if ".visual." in name else name.replace("model.", "model.language_model.", 1)
 
 
 class Checkpoint:
@@ -128,12 +186,12 @@ class Checkpoint:
         more = 2 if family == "nemotron" else modules  # whose only module attends in one layer and mixes in another
         options = {name: [*own, *own[-1:] * (modules - 1)] if name in LISTS else own for name, own in options.items()}
         keys = {**_COMMON, **options, "num_hidden_layers": LAYERS + more}
-        if family == "step":
-            vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-            keys = {"text_config": keys, "vision_config": {**vision, "image_size": 28, "patch_size": 14}}
+        if family == "exaone4_5":
+            keys["model_type"] = "exaone4"
+        if family in VISION:
+            keys = {"text_config": keys, "vision_config": VISION[family], "tie_word_embeddings": False}
         config = getattr(transformers, f"{prefix}Config")(**keys)
-        automatic: Any = transformers.AutoModelForImageTextToText if family == "step" else AutoModelForCausalLM
-        self.model = automatic.from_config(config).eval()
+        self.model = automatic_class(family).from_config(config).eval()
         self.base: Any = getattr(self.model.model, "language_model", self.model.model)
         for name, weight in [*self.model.named_parameters(), *self.model.named_buffers()]:
             if "inv_freq" not in name and weight.is_floating_point():
@@ -146,7 +204,7 @@ class Checkpoint:
                 "enorm.weight": (HIDDEN,),
                 "hnorm.weight": (HIDDEN,),
                 "eh_proj.weight": (HIDDEN, 2 * HIDDEN),
-                "shared_head.norm.weight": (HIDDEN,),
+                **({"shared_head.norm.weight": (HIDDEN,)} if family != "ernie" else {}),
                 **({"output_head.weight": (VOCABULARY, HIDDEN)} if family == "step" else {}),
             }.items()
         }
@@ -173,8 +231,8 @@ class Checkpoint:
         config = json.loads(place.read_text())
         text = config.get("text_config", config)
         text |= {"num_hidden_layers": LAYERS, "num_nextn_predict_layers": self.modules}
-        if self.family.startswith("qwen") or self.family == "mimo_v2":
-            del text["num_nextn_predict_layers"]  # Qwen3-Next's and MiMo-V2's are not announced
+        if self.family.startswith("qwen") or self.family in ("mimo_v2", "exaone4_5"):
+            del text["num_nextn_predict_layers"]  # Qwen3-Next's, MiMo-V2's and Exaone 4.5's are not announced
         if self.family == "nemotron":
             config["layers_block_type"] = config["layers_block_type"][:LAYERS]
         config["architectures"] = [self.architecture]
@@ -196,19 +254,22 @@ class Checkpoint:
         """As the family's checkpoints call it."""
         name = name.replace("model.language_model.", "model.", 1)
         parts = name.split(".")
+        if self.family == "glm_ocr":
+            return _of_text(name)
         if self.family in HYBRIDS:
             return self._hybrid_name(name, parts)
-        if self.family not in (*NAMES, "mimo") or parts[1] != "layers" or int(parts[2]) < LAYERS:
+        if self.family not in (*NAMES, "mimo", "ernie") or parts[1] != "layers" or int(parts[2]) < LAYERS:
             return name
         module, _, kind = ".".join(parts[3:]).rpartition(".")
+        if self.family == "ernie":
+            return f"model.{ERNIES.get(module, f'mtp_block.{int(parts[2]) - LAYERS}.{module}')}.{kind}"
         where = {"mimo": f"mtp_layers.{int(parts[2]) - LAYERS}", "mimo_v2": f"mtp.layers.{int(parts[2]) - LAYERS}"}
         theirs = NAMES.get(self.family, THEIRS).get(module, module)
         return f"model.{where.get(self.family, f'layers.{parts[2]}')}.{theirs}.{kind}"
 
     def _hybrid_name(self, name: str, parts: list[str]) -> str:
         if parts[1] != "layers" or int(parts[2]) < LAYERS:
-            qwen35 = self.family.startswith("qwen3_5")
-            return name.replace("model.", "model.language_model.", 1) if qwen35 else name
+            return _of_text(name) if self.family.startswith(("qwen3_5", "exaone4_5")) else name
         rest = ".".join(parts[3:])
         module, _, kind = rest.rpartition(".")
         if self.family == "nemotron":
@@ -238,7 +299,8 @@ class Checkpoint:
         hidden = self._layer(LAYERS + number, joined @ self.part(number, "eh_proj").T)
         if self.family == "nemotron":
             hidden = self._layer(LAYERS + 1, hidden)
-        normed = self._norm(hidden, self.part(number, "shared_head.norm"))
+        last = self.base.norm.weight if self.family == "ernie" else self.part(number, "shared_head.norm")
+        normed = self._norm(hidden, last)
         own = self.extra.get(f"{number}.output_head.weight", self.model.lm_head.weight)
         return hidden if self.family in PRE_NORM else normed, normed @ own.T
 

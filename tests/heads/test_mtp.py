@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError, CheckpointError
@@ -17,7 +16,7 @@ from forerun.heads.runner import SequentialRunner
 from forerun.losses.objective import FrozenTarget
 from forerun.model import TransformersTarget
 from llamas import tiny_llama
-from mtp_targets import FAMILIES, HYBRIDS, LAYERS, OF_CLASSES, VOCABULARY, Checkpoint
+from mtp_targets import FAMILIES, LAYERS, OF_CLASSES, SINGLE, VOCABULARY, Checkpoint, automatic_class
 from selection import in_turn
 from training.ttt import HYBRID, INDEXED, agrees_with_what_is_written_out, all_learn, model, mtp, one_hot, two_texts
 
@@ -73,7 +72,7 @@ def expected_path(checkpoint: Checkpoint, states: torch.Tensor, path: list[int])
     ("family", "modules"),
     [
         *((family, modules) for family in OWN for modules in (1, 2, 3)),
-        *((family, 1 if family in HYBRIDS else 3) for family in OF_CLASSES),
+        *((family, 1 if family in SINGLE else 3) for family in OF_CLASSES),
     ],
 )
 def test_every_depth_of_every_branch_reads_as_the_equations_say(family: str, modules: int, tmp_path: Path) -> None:
@@ -126,8 +125,7 @@ CHAIN, TREE = {"num_speculative_tokens": 4}, {"top_k": 3, "nodes": 8}
 @pytest.mark.parametrize(("family", "options"), in_turn(OF_CLASSES, [CHAIN, TREE]), ids=str)
 def test_answers_are_those_of_transformers(family: str, options: dict[str, object], tmp_path: Path) -> None:
     Checkpoint(family, tmp_path)
-    automatic: Any = AutoModelForImageTextToText if family == "step" else AutoModelForCausalLM
-    model = automatic.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    model = automatic_class(family).from_pretrained(tmp_path, dtype=torch.float32).eval()
     texts = [TEXT, TEXT[:3], TEXT[5:]]
     outputs = engine(tmp_path, **options).generate([{"prompt_token_ids": ids} for ids in texts], GREEDY)
     for text, output in zip(texts, outputs, strict=True):
@@ -185,12 +183,13 @@ def test_the_loss_equals_a_written_out_reference(options: dict[str, Any], temper
     assert all_learn(report, made) and all(parameter.grad is None for parameter in model().parameters())
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "glm_dsa", "ling", "mellum", "nemotron"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_dsa", "ling", "mellum", "nemotron", "glm_ocr", "ernie"])
 def test_the_module_that_a_target_brings_learns(family: str, tmp_path: Path) -> None:
-    """All of it but an index, which has no gradient."""
+    """All of it but an index, which has no gradient, and a norm that is the target's."""
     made = read_target(Checkpoint(family, tmp_path).folder).build(torch.float32)
     frozen = {name for name, weight in made.named_parameters() if not weight.requires_grad}
-    assert all(".indexer." in name for name in frozen) and bool(frozen) == (family in ("deepseek_v32", "glm_dsa"))
+    kept = {"deepseek_v32": ".indexer.", "glm_dsa": ".indexer.", "ernie": "shared_head.norm."}.get(family)
+    assert bool(frozen) == (kept is not None) and all(str(kept) in name for name in frozen)
     assert all_learn(objective(made)(two_texts(made.config.boundaries)), made)
 
 

@@ -21,7 +21,7 @@ from forerun.heads.layers import query_scaling
 from forerun.heads.mtp_files import MtpFormat, read_target, stitch
 from heads.samples import change
 from model.quantised import fp8
-from mtp_targets import FAMILIES, HIDDEN, HYBRIDS, LAYERS, Checkpoint
+from mtp_targets import FAMILIES, HIDDEN, HYBRIDS, LAYERS, SINGLE, Checkpoint
 
 DENSE = ["input_layernorm", "post_attention_layernorm", *(f"mlp.{name}_proj" for name in ("gate", "up", "down"))]
 MIMO = ["token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"]
@@ -40,7 +40,7 @@ def same(first: Tensor, second: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     ("family", "modules"),
-    [(family, modules) for family in FAMILIES for modules in (1, 2) if modules == 1 or family not in HYBRIDS],
+    [(family, modules) for family in FAMILIES for modules in (1, 2) if modules == 1 or family not in SINGLE],
 )
 def test_the_layers_go_to_a_directory_of_their_own_and_back(family: str, modules: int, tmp_path: Path) -> None:
     """Every tensor under the name and with the bits that it had; the target's own copies are left out."""
@@ -58,7 +58,11 @@ def test_the_layers_go_to_a_directory_of_their_own_and_back(family: str, modules
     if family in HYBRIDS:
         assert set(own) == {name for name in whole if name.startswith("mtp.")}
         return
-    first, layers = {"mimo": (0, "mtp_layers"), "mimo_v2": (0, "mtp.layers")}.get(family, (LAYERS, "layers"))
+    if family == "ernie":  # which shares the target's last norm
+        assert set(own) == {name for name in whole if ".mtp_" in name} | {"model.norm.weight"}
+        return
+    places = {"mimo": (0, "mtp_layers"), "mimo_v2": (0, "mtp.layers"), "glm_ocr": (LAYERS, "language_model.layers")}
+    first, layers = places.get(family, (LAYERS, "layers"))
     where = [f"model.{layers}.{first + number}." for number in range(modules)]
     mine = {name for name in whole if name.startswith(tuple(where))}
     assert set(own) == {name for name in mine if "embed_tokens" not in name and "shared_head.head" not in name}
@@ -97,9 +101,10 @@ def test_other_layers_are_stitched_into_a_copy(family: str, tmp_path: Path) -> N
     assert changed == (
         {name for name in tensors if name.startswith("mtp.")}
         if family in HYBRIDS
-        else set(load_file(alone / "model.safetensors"))
+        else set(load_file(alone / "model.safetensors")) - {"model.norm.weight"}  # which is the target's, too
     )
-    rounded = {name: tensor if name == "d2t" else tensor.bfloat16() for name, tensor in trained.items()}
+    kept = {"d2t", *(["layers.0.shared_head.norm.weight"] if family == "ernie" else [])}
+    rounded = {name: head.tensors[name] if name in kept else one.bfloat16() for name, one in trained.items()}
     assert differences(read_target(done), dataclasses.replace(head, tensors=rounded)) == []
     for file in checkpoint.folder.rglob("*"):
         if file.is_file() and file.suffix != ".safetensors":
@@ -170,7 +175,7 @@ NO_MORE = {"num_nextn_predict_layers": None}
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"architectures": ["Ernie4_5_MoeForCausalLM"]}, "Ernie4_5_MoeForCausalLM cannot be read here; those of Deep"),
+        ({"architectures": ["MiniMaxM2ForCausalLM"]}, "MiniMaxM2ForCausalLM cannot be read here; those of Deep"),
         ({"architectures": ["BailingMoeV2ForCausalLM"], "mtp_num_layers": 1} | NO_MORE, "BailingMoeV2"),
         ({"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method is 'greedy'"),
@@ -187,6 +192,15 @@ def test_what_cannot_be_drafted_with_is_refused_by_name(keys: dict[str, Any], me
     folder = Checkpoint("deepseek", tmp_path).folder
     change(folder, **keys)
     with pytest.raises(CheckpointError, match=message):
+        read_target(folder)
+
+
+def test_a_module_of_exaone_that_attends_to_everything_is_refused(tmp_path: Path) -> None:
+    """Its class would not rotate; engines do."""
+    folder = Checkpoint("exaone_moe", tmp_path).folder
+    assert read_target(folder).config.target_layers == ("sliding_attention",)
+    change(folder, mtp_layer_types=["full_attention"])
+    with pytest.raises(CheckpointError, match="beside windows only one with a window is known"):
         read_target(folder)
 
 

@@ -307,6 +307,8 @@ class MtpConfig(DecoderConfig):
     """Kinds of a module's layers, as transformers names them; one of them attends."""
     target_mlps: tuple[str, ...] = ()  # Which of a module's layers have experts ("sparse"), which none ("dense")
     output_heads: bool = False  # Each module has an output head of its own
+    shared_norm: bool = False  # The norm after the layers is the target's, and stays as it is
+    angle_pairs: bool = False  # The target's layers take the angle of each pair of dimensions twice in a row
 
     @property
     def norm_output(self) -> bool:
@@ -392,6 +394,12 @@ class MtpHead(DecoderHead, SequentialHead):
     def unseen(self) -> tuple[int, ...]:
         return tuple(range(self.config.num_hidden_layers))  # the texts that module k learned begin k tokens later
 
+    def angles(self, positions: Tensor, like: Tensor) -> Angles:
+        cosine, sine = super().angles(positions, like)
+        if not self.config.angle_pairs:
+            return cosine, sine
+        return cosine.chunk(2, -1)[0].repeat_interleave(2, -1), sine.chunk(2, -1)[0].repeat_interleave(2, -1)
+
     def logits(self, output: Tensor, depth: int = 0) -> Tensor | None:
         return self.output_heads[min(depth, len(self.layers) - 1)](output) if self.config.output_heads else None
 
@@ -420,7 +428,7 @@ class MtpModule(nn.Module, ABC):
         self.norm_output = config.norm_output
         self.enorm, self.hnorm = norm(size, eps), norm(size, eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
-        self.shared_head = nn.ModuleDict({"norm": norm(size, eps)})
+        self.shared_head = nn.ModuleDict({"norm": norm(size, eps)}).requires_grad_(not config.shared_norm)
 
     def forward(self, embeds: Tensor, states: Tensor, angles: Angles, attend: Attend) -> Advanced:
         """Run the module on `embeds` and `states` (B, N, H)."""

@@ -8,7 +8,10 @@ Qwen3-Next and Qwen3.5 (``qwen3_next_mtp.py``, ``qwen3_5_mtp.py``):
 Nemotron 3 (``nemotron_h_mtp.py``): ``mtp.layers.0.*`` attends, ``mtp.layers.1.*`` are its experts, one module.
 DeepSeek-V3.2 and GLM-5 as DeepSeek-V3, with an index; Ling 3 (``bailing_moe_v3_mtp.py``) with other names. MiMo-V2
 (``mimo_v2_mtp.py``): ``model.mtp.layers.{k}.*``. Step (``step3p5_mtp.py``): on the state before the norm, with output
-heads of their own. Mellum (transformers' ``MtpModel``) as Qwen3-Next.
+heads of their own. Mellum (transformers' ``MtpModel``) and Exaone (``exaone_moe_mtp.py``) as Qwen3-Next. GLM-4.7-Flash,
+GLM-OCR and Hunyuan V3 (``glm4_moe_lite_mtp.py``, ``glm_ocr_mtp.py``, ``hy_v3_mtp.py``) as DeepSeek-V3, the last with
+other names. Ernie 4.5 (``ernie_mtp.py``): ``model.mtp_block.0.*`` and three parts beside it; FastDeploy's
+``ernie4_5_mtp.py`` norms with the target's last norm, which vLLM and SGLang leave out.
 What a module hands on is normed where what it reads is (vLLM 47448, SGLang's ``deepseek_nextn.py``, exllamav3 238).
 Otherwise embedding and output head are the target's; copies in some checkpoints (``shared_head.head``) no engine reads.
 
@@ -71,9 +74,11 @@ are stored by themselves.
 COUNTS = (COUNT, "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_layers", "num_mtp_modules")
 """Names that families give the number of their MTP layers."""
 HEADS = re.compile(r"eagle|medusa|dflash|dspark", re.IGNORECASE)
-SHARED = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+SHARED = ("embed_tokens.", "shared_head.head.", "shared_head.weight", "self_attn.rotary_emb.")
 PARTS, OUTPUT = ("enorm.", "hnorm.", "eh_proj.", "shared_head."), "output_head"
 """Before the names of a module's parts that are in no decoder layer, and the name of an output head of its own."""
+LAST_NORM, TARGET_NORM = "shared_head.norm", "model.norm"
+"""The norm after a module's layers, and the target's, which some modules share."""
 EXPERT = re.compile(r"(layers\..+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SCALES = re.compile(r"_scale(_inv|_2)?$|\.(qweight|qzeros|scales|g_idx|weight_packed)$")
 MEANINGLESS = frozenset(
@@ -105,23 +110,27 @@ class Family:
     state_first: bool = False  # The projection reads [state; embedding]
     classes: bool = False  # Layers are of the target's classes in transformers
     announced: bool = True  # The configuration says how many modules there are
-    beside: str | None = None
-    """Before ``layers`` and before the `names` of parts that stand beside them: all layers make a single module."""
-    inside: bool = False  # These parts stand in the first layer, the last norm in the last layer
+    outside: Mapping[str, str] = field(default_factory=dict)
+    """Parts that stand elsewhere than `layers` and a number say, ours -> their whole names; ``{last}`` is the number of
+    the last layer.
+    """
+    single: bool = False  # All layers make a single module
+    as_first: bool = False  # The module attends as the target's first layer does, which has a window
+    pairs: bool = False  # The target's layers take the angle of each pair of dimensions twice in a row
 
 
 QWEN: dict[str, Any] = {
     "layers": "mtp.layers.",
-    "beside": "mtp.",
     "behind": False,
     "classes": True,
     "announced": False,
-    "names": {
-        "enorm": "pre_fc_norm_embedding",
-        "hnorm": "pre_fc_norm_hidden",
-        "eh_proj": "fc",
-        "shared_head.norm": "norm",
+    "outside": {
+        "enorm": "mtp.pre_fc_norm_embedding",
+        "hnorm": "mtp.pre_fc_norm_hidden",
+        "eh_proj": "mtp.fc",
+        "shared_head.norm": "mtp.norm",
     },
+    "single": True,
 }
 """How Qwen3-Next and its successors store them."""
 FAMILIES: dict[str, Family] = {
@@ -192,12 +201,42 @@ FAMILIES: dict[str, Family] = {
         layers="mtp.layers.",
         behind=False,
         classes=True,
-        beside="mtp.",
-        inside=True,
-        names={
-            **{name: name for name in ("enorm", "hnorm", "eh_proj")},
-            "shared_head.norm": "final_layernorm",
+        outside={
+            **{name: f"mtp.layers.0.{name}" for name in ("enorm", "hnorm", "eh_proj")},
+            "shared_head.norm": "mtp.layers.{last}.final_layernorm",
         },
+        single=True,
+    ),
+    "Glm4MoeLiteForCausalLM": Family(model_type="glm4_moe_lite", classes=True),
+    "GlmOcrForConditionalGeneration": Family(
+        model_type="glm_ocr_text", layers="model.language_model.layers.", classes=True, pairs=True
+    ),
+    "HYV3ForCausalLM": Family(
+        model_type="hy_v3",
+        classes=True,
+        names={
+            "shared_head.norm": "final_layernorm",
+            "mlp.gate": "mlp.router.gate",
+            "mlp.e_score_correction_bias": "mlp.expert_bias",
+            "mlp.shared_experts": "mlp.shared_mlp",
+        },
+    ),
+    **dict.fromkeys(
+        ("ExaoneMoeForCausalLM", "ExaoneMoEForCausalLM"), Family(model_type="exaone_moe", as_first=True, **QWEN)
+    ),
+    "Exaone4_5_ForConditionalGeneration": Family(model_type="exaone4", as_first=True, **QWEN),
+    "Ernie4_5_MoeForCausalLM": Family(
+        model_type="ernie4_5_moe",
+        layers="model.mtp_block.",
+        behind=False,
+        classes=True,
+        outside={
+            "enorm": "model.mtp_emb_norm.0",
+            "hnorm": "model.mtp_hidden_norm.0",
+            "eh_proj": "model.mtp_linear_proj.0",
+            "shared_head.norm": TARGET_NORM,
+        },
+        single=True,
     ),
 }
 """Families by the target's architecture."""
@@ -321,11 +360,10 @@ def to_target(
             named |= {f"{where}{module}.{expert}.{kind}.weight": one for expert, one in enumerate(tensor)}
         else:
             swap = family.state_first and module == "eh_proj"
-            if family.inside and module == "shared_head.norm":
-                where = f"{family.layers}{len(checkpoint.config.target_layers) - 1}."
-            elif family.beside is not None and not family.inside and module in family.names:
-                where = family.beside
-            named[where + _rename(rest, family.names)] = _swap_halves(tensor) if swap else tensor
+            theirs = where + _rename(rest, family.names)
+            if module in family.outside:
+                theirs = f"{family.outside[module].format(last=len(checkpoint.config.target_layers) - 1)}.{kind}"
+            named[theirs] = _swap_halves(tensor) if swap else tensor
     return named
 
 
@@ -343,6 +381,7 @@ def stitch(checkpoint: HeadCheckpoint, base: str | Path, output: str | Path) -> 
     stored = {name: entry["shape"] for header in headers.values() for name, entry in header.items()}
     family = _family(config)
     new = to_target(checkpoint, family, _number_of_layers(config, family), stored)
+    new.pop(f"{TARGET_NORM}.weight", None)  # It is no part of the layers
     wrong = sorted(name for name, tensor in new.items() if stored.get(name) != list(tensor.shape))
     if wrong:
         raise CheckpointError(f"{source} has not the MTP layers that these were made from: it lacks {list_some(wrong)}")
@@ -390,18 +429,19 @@ def _ours(family: Family, name: str, layers: int) -> str | None:
     embedding or output head.
     """
     theirs = {their: our for our, their in family.names.items()}
+    module, _, kind = name.rpartition(".")
+    for part, where in family.outside.items():
+        if re.fullmatch(re.escape(where).replace(r"\{last\}", r"\d+"), module):
+            return f"layers.0.{part}.{kind}"
     match = re.fullmatch(re.escape(family.layers) + r"(\d+)\.(.+)", name)
-    if family.beside is not None:
-        module, _, kind = (match[2] if match else name.removeprefix(family.beside)).rpartition(".")
-        if module in theirs and bool(match) == family.inside and name.startswith(family.beside):
-            return f"layers.0.{theirs[module]}.{kind}"
-        return f"layers.0.block.{match[1]}.{match[2]}" if match else None
     first = layers if family.behind else 0
     if match is None or int(match[1]) < first or match[2].startswith(SHARED):
         return None
     number, rest = int(match[1]) - first, _rename(match[2], theirs)
     if rest.startswith(OUTPUT):
         return f"output_heads.{number}{rest.removeprefix(OUTPUT)}"
+    if family.single:
+        return f"layers.0.block.{number}.{rest}"
     return f"layers.{number}.{'block.0.' if family.classes and not rest.startswith(PARTS) else ''}{rest}"
 
 
@@ -495,6 +535,11 @@ def _head_like_target(config: Config, family: Family, layers: int, tensors: Mapp
     try:
         known = AutoConfig.for_model(**target_keys, **counts)
         listed = config.get("mtp_layer_types") or of_mtp.get("layer_types") or getattr(known, "mtp_layer_types", None)
+        if family.as_first:
+            of_target = config.get("layer_types") or known.layer_types
+            listed = listed or of_target[:1]
+            if SLIDING in of_target and listed[0] != SLIDING:
+                raise CheckpointError(f"the MTP module has {listed[0]}; beside windows only one with a window is known")
         kinds = _kinds_of_layers(getattr(known, "mtp_layers_block_type", None), listed, tensors)
         mlps = (mlp,) if hasattr(known, "mlp_layer_types") else ()
         vocabulary, known = known.vocab_size, config_of_layers(target_keys, kinds, mlps)
@@ -525,6 +570,8 @@ def _head_like_target(config: Config, family: Family, layers: int, tensors: Mapp
         "target_layers": kinds,
         "target_mlps": mlps,
         "output_heads": any(name.startswith("output_heads.") for name in tensors),
+        "shared_norm": TARGET_NORM in family.outside.values(),
+        "angle_pairs": family.pairs,
     }
     return decoders.make_head(MtpConfig, tensors, **read, qk_norm=False)
 

@@ -473,7 +473,7 @@ def _of_mtp(config: Any, name: str) -> bool:
     """Return whether a tensor belongs to the MTP layers that a checkpoint may bring, and
     transformers does not load.
     """
-    match = re.match(r"(?:model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
+    match = re.match(r"(?:model\.)?(?:language_model\.)?(?:(mtp(?:_layers)?)|layers\.(\d+))\.", name)
     if match is None or match[1]:
         return match is not None
     more = getattr(config, "num_nextn_predict_layers", None) or 0
