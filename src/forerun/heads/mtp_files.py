@@ -543,6 +543,8 @@ def _head_like_target(config: Config, family: Family, layers: int, tensors: Mapp
         kinds = _kinds_of_layers(getattr(known, "mtp_layers_block_type", None), listed, tensors)
         mlps = (mlp,) if hasattr(known, "mlp_layer_types") else ()
         vocabulary, known = known.vocab_size, config_of_layers(target_keys, kinds, mlps)
+    except CheckpointError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"config.json describes no target that transformers knows: {error}") from error
     every = known.to_dict() | {name: getattr(known, name, None) for name in known.attribute_map}
