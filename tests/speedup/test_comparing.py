@@ -5,6 +5,7 @@ import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from forerun.control.costs import CostModel, DraftCost
+from forerun.engine.llm import LLM
 from forerun.errors import DataError
-from forerun.speedup import page
+from forerun.speedup import page, training
 from forerun.speedup.compare import (
     PLAIN,
     STANDSTILL_S,
@@ -50,6 +52,19 @@ NONE_FREE = {"chat": FreeSpeed(speedup=1.0, share=1.0)}
 def chosen(budget: TrainingBudget, free: dict[str, FreeSpeed], *, forced: bool = False) -> HeadChoice:
     shapes = [SHAPE, replace(SHAPE, steps=7), replace(SHAPE, vocab_size=None, parameters=33_000_000, coverage=1.0)]
     return choose_head([forecast_head(one, PROBE, budget, COST, free) for one in shapes], free, budget, forced=forced)
+
+
+def test_an_untrained_head_is_timed_as_a_trained_one_is_served(
+    monkeypatch: pytest.MonkeyPatch, deep_checkpoint: Path
+) -> None:
+    repacked, timed = [], []
+    monkeypatch.setattr(training, "repack", repacked.append)
+    monkeypatch.setattr(training, "build_beside", lambda llm, kind, options: options["model"])
+    monkeypatch.setattr(training, "measure_draft", lambda target, drafter, text, depth: timed.append(drafter))
+    with LLM(deep_checkpoint, max_model_len=64) as llm:
+        text = SimpleNamespace(lengths=np.array([3]), document=lambda index: [np.array([1, 2, 3])])
+        training._time_drafts(llm, replace(SHAPE, vocab_size=None), text)
+    assert timed and timed == repacked
 
 
 def test_a_long_budget_trains_and_says_what_is_expected() -> None:

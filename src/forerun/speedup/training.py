@@ -20,6 +20,7 @@ import torch
 
 from forerun.control.costs import CostModel, DraftCost
 from forerun.drafters.kinds import kind_named
+from forerun.heads.drafting import repack
 from forerun.model.transformers_target import require_layers
 from forerun.plan.measured import build_beside, measure_draft
 from forerun.plan.planner import PlanLine, PlanLoad
@@ -291,6 +292,7 @@ def _probe(llm: LLM, request: SpeedupRequest, folder: Path, data: PreparedData, 
 def _time_drafts(llm: LLM, shape: HeadShape, data: PreparedData) -> DraftCost:
     target = llm.target
     head = _head(llm, shape.kind, shape.vocab_size, "cpu").to(target.device, target.dtype).eval()
+    repack(head)  # As the trained one will be
     depth = min(PROBE_DEPTH, head.config.max_depth or PROBE_DEPTH)
     options = {"model": head, "num_speculative_tokens": depth, "shape": (1,) * depth}
     drafter = build_beside(llm, shape.kind, options)
