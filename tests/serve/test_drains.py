@@ -200,7 +200,9 @@ def served(drain: Drain, model: Path) -> Iterator[tuple[subprocess.Popen[str], A
     """The server's process, ready and busy as it shall be."""
     [port] = free_ports(1)
     words = ["serve", str(model), "--port", str(port), "--dtype", "float32", "--drain-s", str(drain.drain_s)]
-    code = f"{drain.patch}\nimport sys\nfrom forerun.cli import main\nsys.exit(main({words!r}))"
+    # A shell starts background jobs without Ctrl-C, and their children inherit that.
+    heard = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    code = f"{heard}\n{drain.patch}\nimport sys\nfrom forerun.cli import main\nsys.exit(main({words!r}))"
     process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
     with ExitStack() as stack:
         stack.enter_context(process)
