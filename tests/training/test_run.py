@@ -350,6 +350,20 @@ def test_many_passes_long_documents_and_what_is_not_held_out_are_told(train: Tra
     assert json.loads(said[said.index("{") :])["training"]["steps"] == 2000
 
 
+def test_prompts_that_are_trained_on_are_told_of(train: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    own = [f"evaluation.prompts={train.prepared}", "evaluation.count=2", "training.seconds=1e-6"]
+    more = ["draft.options={boundaries: [1, 2, 3]}", *own]
+    line = [
+        word
+        for word in train.line("eagle3", 1, *more, "--dry-run")
+        if not word.startswith(("--json", "training.steps"))
+    ]
+    assert main(line) == 0
+    said = " ".join(train.capsys.readouterr().out.split())
+    assert "2 of 2 prompts of evaluation.prompts begin documents of" in said and "1 step is" in said
+    assert "A single step takes longer than training.seconds=1e-06" in said
+
+
 def test_circles_and_silence_are_told_of(tmp_path: Path) -> None:
     circle, text = [*range(20), *[5, 6, 7] * 20], [*range(90)]
     assert runs_in_circles(np.array(circle)) and not runs_in_circles(np.array(text))

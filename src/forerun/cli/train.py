@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _TITLES = {
     "finished": "trained",
     "already_finished": "nothing was trained",
-    "interrupted": "interrupted",
+    "interrupted": "interrupted: the same command goes on",
     "time": "stopped by training.max_seconds",
     "no_gain": "stopped: acceptance on held-out prompts no longer rises (training.patience)",
 }
+_LABELS = {"loss": "loss of the last step", "best": "best on held-out prompts"}
 _SHOWN = (
     "steps",
     "tokens",
@@ -167,7 +168,7 @@ def _show(outcome: dict[str, Any], *, dry_run: bool, json: bool) -> None:
     for name, value in outcome.items():
         if name not in ("recipe", "advice") if dry_run else name in _SHOWN and value is not None:
             number = f"{value:.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else None
-            table.add_row(name.replace("_", " "), number or str(value))
+            table.add_row(_LABELS.get(name, name.replace("_", " ")), number or str(value))
     console.out().print(table)
     if dry_run:
         for sentence in outcome["advice"]:

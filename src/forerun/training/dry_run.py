@@ -23,7 +23,7 @@ from forerun.model.names import load_tokenizer, resolve
 from forerun.training.data.store import PackedWindows, PreparedData, about_answers, draft_coverage
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import EvaluationRecipe, TrainRecipe, WindowSettings, to_plain
-from forerun.training.run import TrainingRun, bytes_of_training, check_memory
+from forerun.training.run import TrainingRun, about_held_out, bytes_of_training, check_memory, select_prompts
 from forerun.training.trained import trained_class
 from forerun.types import LAST_HIDDEN
 
@@ -151,20 +151,22 @@ def advise(
     """Yield sentences for the user about a run of so many steps, of so many `seconds` each, and passes over the data.
     `head` is None unless a new head is trained.
     """
-    yield from _about_length(data.num_tokens, steps, seconds, passes)
+    yield from _about_length(data.num_tokens, steps, seconds, passes, recipe.training.seconds)
     if head is not None:
         yield from _about_vocabulary(head, data)
     yield from _about_windows(recipe.windows, data)
     yield from _about_unrolling(recipe)
-    yield from _about_evaluation(recipe.evaluation)
+    yield from _about_evaluation(recipe.evaluation, data)
     yield from about_answers(data)
 
 
-def _about_length(tokens: int, steps: int, seconds: float, passes: float) -> Iterator[str]:
+def _about_length(tokens: int, steps: int, seconds: float, passes: float, limit: float | None) -> Iterator[str]:
     yield (
-        f"{steps:,} steps are {passes:,.3g} passes over the data's {tokens:,} tokens, about "
-        f"{say_time(steps * seconds)}."
+        f"{steps:,} {'step is' if steps == 1 else 'steps are'} {passes:,.3g} passes over the data's {tokens:,} tokens, "
+        f"about {say_time(steps * seconds)}."
     )
+    if limit is not None and limit < seconds:
+        yield f"A single step takes longer than training.seconds={limit:g}: one is made in any case."
     if passes > MANY_PASSES:
         fewer = max(1, round(steps * MANY_PASSES / passes))
         yield (
@@ -176,7 +178,7 @@ def _about_length(tokens: int, steps: int, seconds: float, passes: float) -> Ite
         yield f"{1 - passes:.0%} of the data are never read."
     if steps < FEW_STEPS:
         yield (
-            f"A fresh head needs some {FEW_STEPS} steps to get from guessing to what helps, and these are "
+            f"A fresh head needs some {FEW_STEPS} steps to get from guessing to what helps, and this run has "
             f"{steps:,}: give it more time, shorter windows or a smaller draft vocabulary."
         )
 
@@ -229,13 +231,15 @@ def _about_unrolling(recipe: TrainRecipe[Any]) -> Iterator[str]:
         )
 
 
-def _about_evaluation(evaluation: EvaluationRecipe) -> Iterator[str]:
+def _about_evaluation(evaluation: EvaluationRecipe, data: PreparedData) -> Iterator[str]:
     if evaluation.prompts is None:
         yield (
             "Nothing is held out, so acceptance will not be measured: prepare some prompts separately and name "
             "them in evaluation.prompts."
         )
-    elif evaluation.count < FEW_PROMPTS:
+        return
+    yield from about_held_out(select_prompts(PreparedData(evaluation.prompts), evaluation), data)
+    if evaluation.count < FEW_PROMPTS:
         yield (
             f"With evaluation.count={evaluation.count} prompts only large differences mean something; the console "
             f"prints the interval of each figure. {FEW_PROMPTS} and more are better."

@@ -287,12 +287,13 @@ def _complaint(found: Mapping[str, Any], settings: type) -> str:
     if found["type"] == "unexpected_keyword_argument":
         keys = [item.name for item in dataclasses.fields(_type_at(path[:-1], settings))]
         where = key[: -len(path[-1])]
-        if not find_near(path[-1], keys, 0.8):
-            everywhere = _keys(TrainRecipe, settings)
-            last_parts = {one.rpartition(".")[2] for one in everywhere}
-            if close := find_near(path[-1], last_parts, 0.8):
-                meant = [repr(one) for one in everywhere if one.rpartition(".")[2] == close]
-                return f"unknown key {key!r}. Did you mean {' or '.join(meant)}?"
+        if close := find_near(path[-1], keys, 0.8):
+            return f"unknown key {key!r}. Did you mean {where + close!r}?"
+        everywhere = _keys(TrainRecipe, settings)
+        last_parts = {one.rpartition(".")[2] for one in everywhere}
+        if close := find_near(path[-1], last_parts, 0.8):
+            meant = [repr(one) for one in everywhere if one.rpartition(".")[2] == close]
+            return f"unknown key {key!r}. Did you mean {' or '.join(meant)}?"
         return f"unknown key {key!r}.{choices(key, [where + name for name in keys])}"
     hint = _type_at(path, settings)
     if found["type"] == "missing" and len(path) == len(found["loc"]):

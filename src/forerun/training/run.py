@@ -9,13 +9,14 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -114,7 +115,7 @@ class TrainingRun:
     def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         if parallel.first:
-            for sentence in about_answers(self.data):
+            for sentence in (*about_answers(self.data), *about_held_out(self.prompts, self.data)):
                 log.warning("%s: %s", recipe.data, sentence)
         if parallel.on_first(lambda: checkpoint.latest(output) is None):
             parallel.on_first(lambda: self.trained.check_output(output))
@@ -379,6 +380,18 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
             *(len(prompts), len(data), wanted.prompt_tokens, wanted.count),
         )
     return prompts
+
+
+def about_held_out(prompts: Sequence[Sequence[int]], data: PreparedData) -> Iterator[str]:
+    """Yield a sentence where prompts of an evaluation begin documents that are trained on."""
+    wanted = {np.array(prompt, np.int32).tobytes() for prompt in prompts}
+    documents = map(data.document, range(len(data)))
+    trained_on = {start for tokens, mask in documents if (start := tokens[: mask.argmax()].tobytes()) in wanted}
+    if trained_on:
+        yield (
+            f"{len(trained_on)} of {len(wanted)} prompts of evaluation.prompts begin documents of {data.folder}, which "
+            "are trained on: their acceptance says nothing about other prompts. Prepare prompts that are held out."
+        )
 
 
 def evaluate(

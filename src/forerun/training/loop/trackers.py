@@ -121,8 +121,11 @@ def _headline(values: Mapping[str, float]) -> str:
     for name, value in plain.items():
         if name.startswith("acceptance_") or name.endswith(INTERVAL):
             continue
-        interval = plain.get(name + INTERVAL)
-        parts.append(f"{name} {value:.4g}" + (f" ± {interval:.2g}" if interval is not None else ""))
+        half = plain.get(name + INTERVAL)
+        # An acceptance length is 1 at least
+        parts.append(
+            f"{name} {value:.4g}" + ("" if half is None else f" ({max(1, value - half):.3g} to {value + half:.3g})")
+        )
     return "  ".join(parts)
 
 
