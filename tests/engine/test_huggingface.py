@@ -8,11 +8,23 @@ from typing import Any
 import pytest
 import torch
 from scipy.stats import combine_pvalues
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, StoppingCriteria, TextStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    CompileConfig,
+    EosTokenCriteria,
+    GenerationConfig,
+    LogitsProcessor,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    TextStreamer,
+    WatermarkingConfig,
+)
 
 import forerun
 from contract.harness import p_value
 from forerun import errors
+from forerun.engine import huggingface
 from forerun.errors import ArgumentError
 from forerun.model import TransformersTarget
 from forerun.model.layers import cache_argument
@@ -279,3 +291,148 @@ def test_threads_may_share_a_loop(model: Any, batch: Any) -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(answer, sizes))
     assert together == [model.generate(**batch, max_new_tokens=size, do_sample=False).tolist() for size in sizes]
+
+
+@pytest.fixture(scope="module")
+def short(batch: Any) -> Any:
+    """One token a row, as `forced_bos_token_id` needs it."""
+    return {name: value[:, -1:] for name, value in batch.items()}
+
+
+@pytest.fixture(scope="module")
+def loop() -> Any:
+    return forerun.hf("ngram", num_speculative_tokens=3)
+
+
+SAMPLED = {
+    **{"temperature": 0.5, "top_k": 3, "top_p": 0.3, "min_p": 0.3, "top_h": 0.4, "typical_p": 0.3},
+    **{"epsilon_cutoff": 0.1, "eta_cutoff": 0.1},
+}
+HONOURED = {
+    **{"max_new_tokens": 2, "max_length": 4, "min_new_tokens": 3, "min_length": 5, "max_time": -1.0},
+    **{"num_return_sequences": 2, "bad_words_ids": [[265], [266]]},
+    **{"repetition_penalty": 3.0, "encoder_repetition_penalty": 3.0, "no_repeat_ngram_size": 1},
+    **{"encoder_no_repeat_ngram_size": 1, "forced_bos_token_id": 200, "forced_eos_token_id": 9},
+    **{"exponential_decay_length_penalty": (0, 3.0), "suppress_tokens": list(range(2, 200))},
+    **{"begin_suppress_tokens": list(range(2, 200)), "sequence_bias": {(260,): 9.0}, "renormalize_logits": True},
+    "watermarking_config": WatermarkingConfig(),
+}
+HARMLESS = {
+    **{"early_stopping": True, "length_penalty": 2.0, "low_memory": True, "diversity_penalty": 0.5},
+    **{"num_beam_groups": 2, "use_cache": False, "cache_implementation": "static", "max_cache_len": 64},
+    **{"cache_config": {}, "prefill_chunk_size": 4, "disable_compile": True, "compile_config": CompileConfig()},
+    **{"continuous_batching_config": None, "bos_token_id": 7, "decoder_start_token_id": 7, "pad_token_id": 7},
+    **{"num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "assistant_lookbehind": 3},
+    **{"assistant_confidence_threshold": 0.5, "assistant_ensemble_weight": 0.5, "target_lookbehind": 3},
+    **{"max_matching_ngram_size": 3, "remove_invalid_values": True, "is_assistant": False},
+}
+UNUSED_DRAFTERS = {
+    **{"prompt_lookup_num_tokens": 3, "assistant_early_exit": 1, "use_mtp": True, "speculation_type": "dflash"}
+}
+REFUSED = {
+    **{"num_beams": 2, "penalty_alpha": 0.6, "dola_layers": "high", "force_words_ids": [[[5]]], "constraints": [5]},
+    **{"guidance_scale": 2.0, "output_attentions": True, "output_hidden_states": True},
+    **{"stop_strings": ["a"], "token_healing": True},  # By transformers itself, for want of a tokenizer
+}
+ELSEWHERE = ("do_sample", "eos_token_id", "output_logits", "output_scores", "return_dict_in_generate")
+NO_OPTIONS = ("transformers_version", "_from_model_config")
+
+
+def test_every_field_of_a_generation_config_has_its_place() -> None:
+    tables = (SAMPLED, HONOURED, HARMLESS, UNUSED_DRAFTERS, REFUSED, ELSEWHERE, NO_OPTIONS)
+    assert Counter(list(vars(GenerationConfig()))) == Counter(name for table in tables for name in table)
+
+
+def answer(model: Any, short: Any, loop: Any, **options: Any) -> tuple[list[list[int]], torch.Tensor]:
+    """The texts, or the first rows of a sampled one, and the scores behind them."""
+    keywords = {"max_new_tokens": 4, "do_sample": False, **options, "output_scores": True}
+    found = model.generate(**short, **keywords, return_dict_in_generate=True, custom_generate=loop)
+    rows = 1 if keywords["do_sample"] else len(found.scores)
+    return found.sequences.tolist() if rows > 1 else [], torch.stack(found.scores[:rows])
+
+
+@pytest.mark.parametrize("name", [*SAMPLED, *HONOURED])
+def test_an_option_counts_as_in_transformers(model: Any, short: Any, loop: Any, name: str) -> None:
+    options = {"do_sample": name in SAMPLED, "top_k": 0, name: {**SAMPLED, **HONOURED}[name]}
+    options |= {"max_new_tokens": None} if name == "max_length" else {}
+    options |= {"do_sample": True} if name == "num_return_sequences" else {}
+    expected, found = (answer(model, short, custom, **options) for custom in (None, loop))
+    assert found[0] == expected[0]
+    torch.testing.assert_close(found[1], expected[1], atol=1e-4, rtol=1e-4)
+    usual = answer(model, short, loop, do_sample=options["do_sample"], top_k=0)
+    assert found[1].shape != usual[1].shape or not torch.allclose(found[1], usual[1]), "the option changes something"
+
+
+@pytest.mark.parametrize("name", [*HARMLESS, *UNUSED_DRAFTERS])
+def test_an_option_changes_no_text(
+    model: Any, short: Any, loop: Any, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    option = {name: {**HARMLESS, **UNUSED_DRAFTERS}[name]}
+    found, usual = answer(model, short, loop, **option), answer(model, short, loop)
+    assert found[0] == usual[0] and torch.equal(found[1], usual[1])
+    assert (f"{name} of generate() is not used" in caplog.text) == (name in UNUSED_DRAFTERS)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_option_that_would_give_another_text_is_refused(model: Any, short: Any, loop: Any, name: str) -> None:
+    message = f"forerun.hf does not support .*{name}"
+    if name in ("stop_strings", "token_healing"):
+        message = "tokenizer"
+    with pytest.raises(ValueError, match=message):
+        answer(model, short, loop, top_k=4, **{name: REFUSED[name]})
+
+
+def at_lengths(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+    return torch.tensor([len(row) >= 11 + 4 * index for index, row in enumerate(ids)])
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        *(at_lengths, lambda ids, scores, **_: ids.shape[1] >= 12, EosTokenCriteria(list(range(2, 278, 3)))),
+        *(MaxLengthCriteria(11), lambda ids, scores, **_: scores[-1].amax(-1) > 2.5),
+        lambda ids, scores, **_: torch.tensor(len(scores) > 2 and bool((scores[0] != scores[2]).all())),
+    ],
+    ids=["by row", "scalar", "other ends", "shorter", "by scores", "all scores"],
+)
+def test_a_criterion_ends_rows_as_in_transformers(model: Any, batch: Any, loop: Any, criterion: Any) -> None:
+    keywords = {"max_new_tokens": 12, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
+    keywords |= {"stopping_criteria": [criterion], "pad_token_id": 7}
+    expected = model.generate(**batch, **keywords).sequences
+    found = model.generate(**batch, **keywords, custom_generate=loop).sequences
+    assert found.tolist() == expected.tolist()
+
+
+def test_a_criterion_gets_no_scores_unless_they_are_kept(model: Any, batch: Any, loop: Any) -> None:
+    seen = list[Any]()
+
+    def criterion(ids: torch.Tensor, scores: Any, **_: Any) -> bool:
+        seen.append((tuple(ids.shape), scores))
+        return False
+
+    model.generate(**batch, max_new_tokens=1, do_sample=False, stopping_criteria=[criterion], custom_generate=loop)
+    assert seen == [((2, 9), None)] * 2
+
+
+@pytest.mark.parametrize("name", ["logits_processor", "stopping_criteria"])
+def test_an_exception_of_the_users_code_comes_out_as_itself(model: Any, batch: Any, loop: Any, name: str) -> None:
+    def fails(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        model.generate(**batch, max_new_tokens=4, **{name: [fails]}, custom_generate=loop)
+
+
+def test_the_time_that_the_engine_takes_to_be_built_does_not_count(
+    model: Any, batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, make = [1e9], huggingface.LLM
+
+    def built(*given: Any, **options: Any) -> Any:
+        clock[0] += 100
+        return make(*given, **options)
+
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    monkeypatch.setattr(huggingface, "LLM", built)
+    keywords = {"max_new_tokens": 6, "max_time": 50.0, "eos_token_id": None, "pad_token_id": 7}
+    assert model.generate(**batch, **keywords, custom_generate=forerun.hf("ngram")).shape == (2, 8 + 6)

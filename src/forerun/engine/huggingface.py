@@ -11,6 +11,7 @@ training mode is restored.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,14 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from forerun.control.config import SpeculativeConfig, arms_of
 from forerun.core.rules import rule_named
 from forerun.drafters import check_options
 from forerun.engine.llm import LLM
-from forerun.errors import ArgumentError, warn_once
+from forerun.errors import ArgumentError, RequestError, warn_once
 from forerun.model.kernels import attention, forwards, packing
 from forerun.model.kernels.accelerate import COMPARED
 from forerun.model.kernels.acceptance import GLOBAL_HOOKS
@@ -49,6 +51,15 @@ _UNDERSTOOD = ("attention_mask", "position_ids", "cache_position")
 """Tensors that `generate` passes besides the token ids; any other tensor would be part of the prompt and is refused."""
 _NATIVE = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the engine itself implements; all others are called after every token."""
+_MODES = {
+    "contrastive_search": "penalty_alpha",
+    "dola_generation": "dola_layers",
+    "constrained_beam_search": "force_words_ids or constraints",
+    **dict.fromkeys(("beam_search", "beam_sample", "group_beam_search"), "num_beams"),
+}
+"""transformers' generation modes that give another text, and the options that choose them."""
+_DRAFTERS = ("prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp", "speculation_type")
+"""Options that choose one of transformers' own drafters, which change no text."""
 _WARPERS = (("TopPLogitsWarper", "top_p"), ("TopKLogitsWarper", "top_k"), ("TemperatureLogitsWarper", "temperature"))
 """Processors that the engine applies as sampling parameters if they come last, listed from the last one backwards."""
 _BY_ROW = (
@@ -57,7 +68,7 @@ _BY_ROW = (
     "EncoderRepetitionPenaltyLogitsProcessor",
     "EncoderNoRepeatNGramLogitsProcessor",
 )
-"""transformers' processors that treat the rows of a batch differently."""
+"""transformers' processors that treat the rows of a batch differently; none of its criteria does."""
 _STATEFUL = {
     "SynthIDTextWatermarkLogitsProcessor": "watermarking_config",
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
@@ -189,18 +200,21 @@ class HuggingFaceGenerate:
     ) -> Any:
         streamer = self._streamer
         processors = keywords.get("logits_processor") or []
-        criteria = [c for c in keywords.get("stopping_criteria") or [] if type(c).__name__ not in _NATIVE]
+        criteria, length, ends = _take_native(keywords.get("stopping_criteria") or [], generation_config.max_length)
         asked = generation_config
         scores = bool(asked.return_dict_in_generate and (asked.output_scores or asked.output_logits))
+        shows_scores = bool(asked.return_dict_in_generate and asked.output_scores)
         processors, warpers = (processors, {}) if scores else _take_warpers(processors)
         rows = list[_BatchRow]()
         for index, (ids, real_mask) in enumerate(zip(input_ids.tolist(), mask.bool().tolist(), strict=True)):
             prompt = [token for token, real in zip(ids, real_mask, strict=True) if real]
             rows.append(_BatchRow(index=index, ids=ids, prompt=prompt, batch=len(input_ids), processors=processors))
-        served = self._engine(model, len(rows), generation_config.max_length)
-        llm = served.llm
-        _warn_of_ends(mask, generation_config.max_length - input_ids.shape[1], llm.max_model_len)
-        params = self._params(generation_config, generation_config.max_length - input_ids.shape[1], warpers)
+        began = time.time()
+        served = self._engine(model, len(rows), length)
+        criteria = [_delayed(criterion, time.time() - began) for criterion in criteria]
+        llm, room = served.llm, length - input_ids.shape[1]
+        _warn_of_ends(mask, room, llm.max_model_len)
+        params = replace(self._params(generation_config, room, warpers), stop_token_ids=ends)
         # Rows with the same prompt become one request with several completions, unless a processor treats rows
         # differently.
         alike = not (scores or len(processors) or criteria)
@@ -216,8 +230,7 @@ class HuggingFaceGenerate:
             row.append(token)
             if streamer is not None:
                 streamer.put(torch.tensor([token.id]))
-            ids = torch.tensor([[*row.ids, *row.output]], device=input_ids.device)
-            return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in criteria)
+            return any([row.ended_by(criterion, input_ids.device, shows_scores) for criterion in criteria])
 
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -235,12 +248,10 @@ class HuggingFaceGenerate:
         """Return the sampling parameters of all rows. Everything that shapes the distribution comes from
         transformers' processors, of which these `warpers` are the last; the engine adds nothing.
         """
-        ends = config.eos_token_id
         return SamplingParams(
             **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0, **warpers},
             max_tokens=room,
             ignore_eos=True,
-            stop_token_ids=[ends] if isinstance(ends, int) else list(ends or ()),
             detokenize=False,
             logprobs=0 if config.return_dict_in_generate else None,
             logprobs_mode=self._logprobs_mode,
@@ -296,7 +307,8 @@ def _run(
             if chunk.request_id not in running:
                 continue
             if chunk.error is not None:
-                raise chunk.error
+                cause = chunk.error.__cause__ if isinstance(chunk.error, RequestError) else None
+                raise cause or chunk.error  # The user's own exception, as transformers raises it
             group = running[chunk.request_id]
             row = group[chunk.index]
             row.ended = any(stops(row, token) for token in chunk.tokens) or chunk.finish_reason is not None
@@ -385,6 +397,23 @@ def _take_warpers(processors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]
     return left, taken
 
 
+def _take_native(criteria: Sequence[Any], length: int) -> tuple[list[Any], int, list[int]]:
+    """Split off the criteria that the engine implements, and return the others, the most tokens of a row (`length` if
+    no criterion says it) and the ids that end it.
+    """
+    lengths = [one.max_length for one in criteria if type(one).__name__ == "MaxLengthCriteria"]
+    ends = [one.eos_token_id.tolist() for one in criteria if type(one).__name__ == "EosTokenCriteria"]
+    left = [one for one in criteria if type(one).__name__ not in _NATIVE]
+    return left, min(lengths, default=length), [token for ids in ends for token in ids]
+
+
+def _delayed(criterion: Any, seconds: float) -> Any:
+    """Return a criterion that counts time so much later, which the engine took to be built; others are left alone."""
+    if type(criterion) is not MaxTimeCriteria:
+        return criterion
+    return MaxTimeCriteria(criterion.max_time, criterion.initial_timestamp + seconds)
+
+
 def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
     tensors = {name for name, value in keywords.items() if isinstance(value, Tensor)} - set(_UNDERSTOOD)
     if tensors:
@@ -398,7 +427,8 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
             "forerun.hf numbers the prompt's tokens from 0, padding left out; generate() was given other position_ids: "
             "leave them out"
         )
-    unsupported = ["num_beams"] if (config.num_beams or 1) > 1 else []
+    mode = config.get_generation_mode().value
+    unsupported = [_MODES[mode]] if mode in _MODES else []
     if config.return_dict_in_generate:
         unsupported += [name for name in ("output_attentions", "output_hidden_states") if getattr(config, name)]
     names = [type(processor).__name__ for processor in keywords.get("logits_processor") or ()]
@@ -407,6 +437,13 @@ def _refuse(config: Any, keywords: Mapping[str, Any], mask: Tensor) -> None:
     unsupported += [f"a {name} that holds tokens" for name, cache in caches.items() if _holds_tokens(cache)]
     if unsupported:
         raise ArgumentError(f"forerun.hf does not support {', '.join(unsupported)} in generate(); leave it out")
+    if drafters := [name for name in _DRAFTERS if getattr(config, name, None)]:
+        warn_once(
+            _log,
+            f"hf drafters {drafters}",
+            "%s of generate() is not used: forerun.hf drafts itself, as its first argument says",
+            ", ".join(drafters),
+        )
 
 
 def _holds_tokens(cache: Any) -> bool:
@@ -506,13 +543,24 @@ class _BatchRow:
             self.scored.append(self.seen[tuple(self.output)])
         self.output.append(token.id)
 
+    def ended_by(self, criterion: Any, device: torch.device, shows_scores: bool) -> bool:
+        """Return whether a stopping criterion ends this row. It gets what transformers would pass, the scores only with
+        `shows_scores`.
+        """
+        ids, scores = torch.tensor([[*self.ids, *self.output]], device=device), None
+        if shows_scores:
+            scores = tuple([processed.unsqueeze(0) for _, processed in self.scored])
+        if not _is_alike(criterion):
+            ids = ids.expand(self.batch, -1)
+            scores = scores and tuple([each.expand(self.batch, -1) for each in scores])
+        return bool(torch.as_tensor(criterion(ids, scores)).expand(len(ids))[self.index % len(ids)])
+
     def _process(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Apply transformers' processors."""
         padding = self.ids[: len(self.ids) - len(self.prompt)]
         ids, values = torch.tensor([[*padding, *tokens]], device=logits.device), logits.unsqueeze(0).clone()
         for processor in self.processors:
-            kind = type(processor)
-            if kind.__module__.startswith("transformers.") and kind.__name__ not in _BY_ROW:
+            if _is_alike(processor):
                 values = processor(ids, values)
             else:  # A processor may have a state for each row and need the whole batch, so it gets copies of this row
                 every = processor(ids.expand(self.batch, -1), values.expand(self.batch, -1).clone())
@@ -526,6 +574,12 @@ class _BatchRow:
         processed = self._process(tokens, logits) if len(self.processors) else logits
         self.seen[tuple(tokens[len(self.prompt) :])] = logits.clone(), processed.clone()
         return processed
+
+
+def _is_alike(called: Any) -> bool:
+    """Return whether a processor or criterion treats all rows alike, and needs no batch to know which it is given."""
+    kind = type(called)
+    return kind.__module__.startswith("transformers.") and kind.__name__ not in _BY_ROW
 
 
 def _result(input_ids: Tensor, rows: Sequence[_BatchRow], config: Any) -> Any:
