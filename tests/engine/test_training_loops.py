@@ -16,7 +16,7 @@ from transformers import GenerationConfig
 
 import forerun
 from forerun import LLM
-from forerun.errors import ArgumentError, RequestError, UnsupportedModelError
+from forerun.errors import ArgumentError, UnsupportedModelError
 from forerun.model import prepare
 from forerun.model.kernels import attention
 from forerun.types import SpeculationStats
@@ -113,7 +113,7 @@ def test_dropout_is_off_and_every_mode_is_put_back(model: Any) -> None:
     modes = {name: module.training for name, module in model.named_modules()}
     assert answers(model, own) == expected
     assert {name: module.training for name, module in model.named_modules()} == modes
-    with pytest.raises(RequestError, match="a processor"):
+    with pytest.raises(RuntimeError, match="a processor"):
         answers(model, own, logits_processor=[_failing])
     assert {name: module.training for name, module in model.named_modules()} == modes
     train(model)
@@ -133,7 +133,7 @@ def test_attention_is_the_models_own_before_and_after(model: Any) -> None:
     hook.remove()
     assert kinds[-1] == attention.NAME, "keys of grouped heads are read without copies"
     assert model.config._attn_implementation == "sdpa"
-    with pytest.raises(RequestError, match="a processor"):
+    with pytest.raises(RuntimeError, match="a processor"):
         answers(model, own, logits_processor=[_failing])
     assert model.config._attn_implementation == "sdpa"
     eager = make("llama", attn_implementation="eager")
