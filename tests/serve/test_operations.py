@@ -155,6 +155,10 @@ def test_a_model_has_several_names_and_needs_none(checkpoint: Path) -> None:
             assert refused.status_code == 404 and all(repr(name) in refused.text for name in names)
 
 
+def test_the_list_of_models_may_end_in_a_slash(live: Live) -> None:
+    assert live.get("/v1/models/").json() == live.get("/v1/models").json()
+
+
 def test_probes(live: Live) -> None:
     assert live.get("/ping").status_code == live.post("/ping", None).status_code == 200
     assert live.get("/load").json() == {"server_load": 0}
@@ -235,7 +239,8 @@ class TestHttps:
                 time.sleep(1.0)
                 yield b'"x"}'
 
-            late = httpx.post(safe.url + "/v1/completions", content=dawdling(), verify=trusting)
+            typed = {"content-type": "application/json"}
+            late = httpx.post(safe.url + "/v1/completions", content=dawdling(), headers=typed, verify=trusting)
             assert late.status_code == 408, "a refusal closes a connection that cannot be half closed"
 
     def test_files_that_cannot_be_used(self, certificate: tuple[Path, Path], tmp_path: Path) -> None:

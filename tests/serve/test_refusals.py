@@ -18,7 +18,7 @@ from forerun.serve import logs
 from forerun.serve.logs import RequestRecord
 from forerun.serve.protocol.errors import OTHER_NAMES, ApiError, clean_message
 from forerun.serve.protocol.requests import ChatRequest, CompletionRequest
-from serve.conftest import Live, counters, serving, with_template
+from serve.conftest import Live, counters, sent, serving, with_template
 from serve.test_logs import Kept, kept, named
 
 __all__ = ["kept"]
@@ -186,6 +186,13 @@ def test_what_is_no_json_is_told_where(live: Live, text: str, words: str) -> Non
     assert answer.status_code == 400 and words in answer.json()["error"]["message"], answer.text
 
 
+def test_a_body_without_a_type_is_refused_and_no_body_needs_one(live: Live) -> None:
+    for content in (b'{"prompt": "x"}', iter([b'{"prompt": "x"}'])):
+        answer = httpx.post(live.url + TEXT, content=content, timeout=30)
+        assert answer.status_code == 415 and "send Content-Type: application/json" in answer.text
+    assert httpx.post(live.url + TEXT, timeout=30).status_code == 400, "which says that the body is missing"
+
+
 @pytest.mark.parametrize(
     ("path", "words"),
     [
@@ -234,6 +241,17 @@ def test_request_ids_come_back(live: Live) -> None:
     assert live.get("/health", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = live.get("/health", headers={"x-request-id": "bad id\twith blanks"}).headers["x-request-id"]
     assert made.startswith("req-")
+
+
+def test_a_request_may_name_its_answer(live: Live) -> None:
+    """As in vLLM; whole and streamed, in every event."""
+    for path, body, prefix in ((TEXT, {"prompt": "x"}, "cmpl"), (CHAT, {"messages": ASK}, "chatcmpl")):
+        asked = {**body, "max_tokens": 2, "request_id": "mine:1"}
+        assert live.post(path, asked).json()["id"] == f"{prefix}-mine:1"
+        assert {event["id"] for event in sent(live.post(path, {**asked, "stream": True}).text)} == {f"{prefix}-mine:1"}
+        for wrong in ("", "a" * 129, "a\nb", "\u00e9", 5):
+            refused = live.post(path, {**asked, "request_id": wrong})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "request_id")
 
 
 @pytest.mark.parametrize(

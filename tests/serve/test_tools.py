@@ -23,11 +23,12 @@ from forerun.serve.completing import ChatWriter, MessageWriter
 from forerun.serve.handling import ChatFormat, Tagged
 from forerun.serve.items import MessagesWriter
 from forerun.serve.protocol.anthropic import MessagesRequest
-from forerun.serve.protocol.requests import ChatRequest
+from forerun.serve.protocol.requests import ChatRequest, Message
 from forerun.serve.settings import ServeSettings
 from forerun.serve.tools.base import NO_PARAMETERS, Function, Lark, ToolFormat
 from forerun.serve.tools.formats import CALL, CALL_END, CALLS, CALLS_END, FORMATS, SEPARATOR, find_format
 from forerun.serve.tools.incoming import Kind, Piece, PieceReader
+from forerun.shipped import FOLDER
 from forerun.types import StructuredOutputs
 from serve.conftest import NAME, TEMPLATE, Live, both, output, serving, stream_chunk, with_template
 
@@ -527,6 +528,28 @@ def test_the_template_that_is_shipped() -> None:
     assert told == TWO and message["content"] == "Let me see."
     plain = tokenizer.apply_chat_template(messages[1:2], chat_template=template, tokenize=False)
     assert plain == "<|im_start|>user\nWeather?<|im_end|>\n"
+
+
+SMOLLM2 = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Its turns, which join a message's content to other texts: None would be an error."""
+DEMO = FOLDER / "target" / "chat_template.jinja"
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+@pytest.mark.parametrize("template", [SMOLLM2, DEMO.read_text(), str(read_template("hermes"))])
+def test_a_message_of_calls_needs_no_content(template: str, content: dict[str, Any]) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    message = Message.model_validate({"role": "assistant", "tool_calls": [call], **content}).plain()
+    [before, after] = [
+        str(word_tokenizer().apply_chat_template([*ASK, one], chat_template=template, tokenize=False))
+        for one in ({"role": "assistant", "content": ""}, message)
+    ]
+    written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    assert "None" not in after and after.replace(written, "").replace("assistant\n\n", "assistant\n") == before
+    assert (written in after) == ("tool_call" in template)
 
 
 def test_the_operators_choice_wins(checkpoint: Path, tmp_path: Path) -> None:

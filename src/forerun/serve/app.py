@@ -280,6 +280,7 @@ def _add_operations(app: FastAPI, session: Session) -> None:
         return {**openai, **anthropic, **about, "speculation": speculation}
 
     @app.get("/v1/models")
+    @app.get("/v1/models/", include_in_schema=False)  # Else the next route takes it for a model without a name
     async def models() -> dict[str, Any]:
         names = session.settings.model_names
         ends = {"has_more": False, "first_id": names[0], "last_id": names[-1]}

@@ -65,7 +65,7 @@ class Writer(ABC):
         traced = body.return_speculation_trace
         self.wants_tokens = self.wants_logprobs or body.return_token_ids or traced  # Something is said of each token
         self._text = cache(lambda token: str(tokenizer.decode([token])))  # Text of one token
-        self._id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._id = f"{self.prefix}-{body.request_id or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model
         self._sent = Counter[int]()  # Choice -> characters of its tokens so far, behind those of the echoed prompt

@@ -117,7 +117,8 @@ class Guard:
     """Responds with 401 without one of the keys, 413 for a body above the operator's limit, and
     415 for other bodies.
 
-    Other bodies are compressed, or say that they are something else than JSON.
+    Other bodies are compressed, or do not say that they are JSON. A page of another origin may send a body without a
+    type unasked, so such a body is not read either.
     """
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
@@ -166,8 +167,10 @@ class Guard:
         if headers.get("content-encoding", "identity") != "identity":
             return ApiError(415, "bodies are read as they are: leave out Content-Encoding")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        if scope["method"] == "POST" and not _JSON.fullmatch(kind) and own_path(scope) not in OPEN_PATHS:
-            return ApiError(415, "bodies are JSON: send Content-Type: application/json", quoted=kind) if kind else None
+        posts = scope["method"] == "POST" and own_path(scope) not in OPEN_PATHS
+        has_body = kind or announced != "0" or "transfer-encoding" in headers  # Some POST requests have none
+        if posts and has_body and not _JSON.fullmatch(kind):
+            return ApiError(415, "bodies are JSON: send Content-Type: application/json", quoted=kind)
         return None
 
 

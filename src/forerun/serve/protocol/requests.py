@@ -27,6 +27,7 @@ MAX_PARTS = 1024  # Parts of one message
 
 Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]  # A name that the client chooses
 Salt = Annotated[str, Field(min_length=1, max_length=256)]  # vLLM's ``cache_salt``
+RequestId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]  # As the header ``X-Request-Id`` may be
 TokenIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 Phrase = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]  # Searched for at every token
 
@@ -188,6 +189,7 @@ class Sampling(Neutral):
     allow_biased: bool = False  # Give processed log-probabilities where a lossy rule verifies: they are the target's
     return_tokens_as_token_ids: bool = False  # vLLM's: log-probabilities name tokens ``token_id:ID``, never two alike
     priority: Annotated[int, Field(ge=-(2**31), le=2**31)] = 0  # vLLM's: of a client's waiting the lowest comes first
+    request_id: RequestId | None = None  # vLLM's: the answer's id ends with it; None: drawn at random
     user: Name | None = None  # An end user's opaque name: a key's share of the rows is shared evenly among its users
     cache_salt: Salt | None = None  # Nothing is shared with another salt, nor with other API keys in any case
     timeout_s: Annotated[float, Field(gt=0)] | None = (
