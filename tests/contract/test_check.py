@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from contract.harness import installed
 from contract.test_isolated import Leaking, OneStore
@@ -18,10 +19,10 @@ from forerun.certify.contract import CHECKS
 from forerun.cli import main
 from forerun.core.tree import TokenTree
 from forerun.decode.drafter import DraftContext, Drafter
-from forerun.types import Budget
+from forerun.types import Budget, Drawn
 from selection import slow
 
-SOUND = "drafts are sound"
+SOUND, EVERY_DRAW = "drafts are sound", "every draw of a step"
 
 
 class Fine(Wrong):
@@ -84,6 +85,48 @@ class CountingPieces(Fine):
         return tree
 
 
+class Dice(Wrong):
+    """Draws two tokens, each as likely as any other."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree, probs = context.trees()[row], torch.full((self.vocabulary,), 1 / self.vocabulary)
+        for node in range(min(depth, 2)):
+            tree.set_probs(node, probs)
+            tree.add(context.rng[row].drafted(probs, self.key(node)), node, drawn=Drawn.IID)
+        return tree
+
+    def key(self, node: int) -> int:
+        return node
+
+
+class Peeking(Dice):
+    """Drops its draft where the first token that it drew is odd."""
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = super().chain(context, row, depth)
+        return context.trees()[row] if tree.size and tree.tokens[1] % 2 else tree
+
+
+class Reusing(Dice):
+    """Draws both tokens with the same random number."""
+
+    def key(self, node: int) -> int:
+        return 0
+
+
+class Turning(Whimsical):
+    """Takes the tokens in turn and says that it drew them."""
+
+    turn = itertools.count()
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree = context.trees()[row]
+        if depth > 0:
+            tree.set_probs(0, torch.full((self.vocabulary,), 1 / self.vocabulary))
+            tree.add(next(self.turn) % self.vocabulary, 0, drawn=Drawn.IID)
+        return tree
+
+
 def failures(cls: type[Drafter], checks: Iterable[str] = CHECKS) -> set[str]:
     """The checks that a drafter fails, of these; those of answers are left out."""
     if not hasattr(cls, "Config"):
@@ -92,7 +135,7 @@ def failures(cls: type[Drafter], checks: Iterable[str] = CHECKS) -> set[str]:
         return {name for name in checks if not CHECKS[name][1]({"method": "planted"})[0]}
 
 
-@pytest.mark.parametrize("cls", [Fine, Whimsical])
+@pytest.mark.parametrize("cls", [Fine, Whimsical, Dice])
 def test_a_drafter_that_is_only_wrong_fails_nothing(cls: type[Drafter]) -> None:
     assert failures(cls) == set()
 
@@ -107,10 +150,17 @@ def test_a_drafter_that_is_only_wrong_fails_nothing(cls: type[Drafter]) -> None:
         (CountingPieces, "prompts in pieces"),
         (Leaking, "isolation domains"),
         (OneStore, "isolation domains"),
+        (Peeking, EVERY_DRAW),
+        (Reusing, EVERY_DRAW),
     ],
 )
 def test_each_fault_is_found_by_its_check(cls: type[Drafter], fails: str) -> None:
     assert failures(cls, [fails])
+
+
+def test_what_cannot_be_enumerated_is_left_out() -> None:
+    with pytest.raises(contract.LeftOut, match=r"the same draws of .* gave different drafts"):
+        failures(Turning, [EVERY_DRAW])
 
 
 @pytest.mark.parametrize("method", ["suffix", *slow("lookahead")])

@@ -23,7 +23,7 @@ class Wrong(Drafter):
     Config = NoOptions
 
     def __init__(self, config: NoOptions, setup: DrafterSetup) -> None:
-        self.calls = 0
+        self.calls, self.vocabulary = 0, setup.target.vocab_size
 
     def kind(self, sampler: Sampler) -> DraftKind:
         return DraftKind(sampled=not sampler.greedy, chain=True)
@@ -63,9 +63,9 @@ class Whimsical(Wrong):
     """Half of the vocabulary, the half depending on the last token."""
 
     def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
-        probs = torch.zeros(VOCABULARY)
-        probs[context.tokens[row][-1] % 2 :: 2] = 2 / VOCABULARY
-        return _sampled_chain(context, row, depth, probs)
+        probs = torch.zeros(self.vocabulary)
+        probs[context.tokens[row][-1] % 2 :: 2] = 1.0
+        return _sampled_chain(context, row, depth, probs / probs.sum())
 
 
 class Twins(Wrong):
