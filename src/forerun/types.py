@@ -287,6 +287,7 @@ class RequestOutput:
     time_to_first_token_s: float | None = None  # From the moment the request was queued to its first token
     decode_s: float | None = None  # From the first to the last token
     num_cached_tokens: int | None = 0  # Prompt tokens that were in the cache and were not read again; None: untold
+    queue_s: float | None = None  # From the moment the request was queued to the first row of the cache that it got
 
     def __repr__(self) -> str:
         return (
@@ -313,6 +314,7 @@ class StreamChunk:
     stop_reason: int | str | None = None  # See `CompletionOutput`; on the last chunk of a completion
     prompt_token_ids: list[int] | None = None  # On the first chunk of a completion, like the next, where wanted
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None
+    since_last_s: float | None = None  # Since the completion's tokens before these; None for the first
     output: RequestOutput | None = None  # The whole result, on the last chunk of a request
     error: Exception | None = None  # The error that ended the request; other requests are not concerned
 

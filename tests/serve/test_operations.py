@@ -48,6 +48,73 @@ def test_the_counters_add_up(live: Live) -> None:
     assert after["vllm:num_requests_running{}"] == 0
 
 
+OF_VLLM = {
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions", "request_success"),
+    *("prefix_cache_queries", "prefix_cache_hits", "prompt_tokens", "prompt_tokens_cached", "generation_tokens"),
+    *("spec_decode_num_drafts", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"),
+    *("spec_decode_num_accepted_tokens_per_pos", "time_to_first_token_seconds", "inter_token_latency_seconds"),
+    *("request_time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds"),
+    *("request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds"),
+    *("request_prompt_tokens", "request_generation_tokens", "request_max_num_generation_tokens"),
+    *("request_prefill_kv_computed_tokens", "request_params_n", "request_params_max_tokens"),
+}
+NOT_OF_VLLM = {
+    "iteration_tokens_total": "the engine keeps no figures of single passes",
+    "request_num_preemptions": "num_preemptions counts them all",
+    "num_requests_waiting_by_reason": "all that wait do so for a row",
+    "engine_sleep_state": "GET /health and GET /is_sleeping say it",
+    "admission_rejections": "forerun:http_requests counts them, with status 429",
+    "cache_config_info": "the cache has no blocks",
+    "corrupted_requests": "numbers that are none end a request with the reason 'error'",
+    **dict.fromkeys(("prompt_tokens_by_source", "prompt_tokens_cached_by_source"), "there is one cache"),
+    **dict.fromkeys(("external_prefix_cache_queries", "external_prefix_cache_hits"), "there is one cache"),
+    **dict.fromkeys(
+        ("num_requests_kv_fetch_by_stage", "kv_block_lifetime_seconds"),
+        "the cache has no blocks, and is this server's own",
+    ),
+    **dict.fromkeys(("kv_block_idle_before_evict_seconds", "kv_block_reuse_gap_seconds"), "the cache has no blocks"),
+    **dict.fromkeys(("mm_cache_queries", "mm_cache_hits"), "text alone is read"),
+    **dict.fromkeys(("lora_requests_info", "watermark_requests"), "there are neither adapters nor watermarks"),
+    **dict.fromkeys((f"estimated_{of}_per_gpu_total" for of in ("flops", "read_bytes", "write_bytes")), "no estimates"),
+}
+"""The metrics of vLLM 0.32 (``vllm/v1/metrics``) that this server lacks, each with the reason."""
+
+
+def test_vllms_metrics_are_there_or_there_is_a_reason(live: Live) -> None:
+    there = set(re.findall(r"^# TYPE vllm:(\S+) ", live.get("/metrics").text, re.MULTILINE))
+    assert {name.removesuffix("_total") for name in there} == OF_VLLM and not OF_VLLM & NOT_OF_VLLM.keys()
+
+
+@pytest.mark.parametrize(("prompt", "max_tokens", "most"), [("the cat", 12, 12), ([7] * 190, 60, 10)])
+def test_histograms_hold_what_the_answer_says(live: Live, prompt: str | list[int], max_tokens: int, most: int) -> None:
+    """The second request would go beyond the context, 200 tokens: its `max_tokens` is lowered, as vLLM lowers it."""
+    before = counters(live)
+    body = {"prompt": prompt, "n": 2, "ignore_eos": True, "max_tokens": max_tokens}
+    usage = live.post("/v1/completions", body).json()["usage"]
+    after = counters(live)
+
+    def grown(name: str) -> float:
+        return after[f"{name}{{}}"] - before[f"{name}{{}}"]
+
+    def total(name: str, times: int = 1) -> float:
+        assert grown(f"vllm:{name}_count") == times
+        return grown(f"vllm:{name}_sum")
+
+    assert total("request_prompt_tokens") == usage["prompt_tokens"]
+    assert (
+        total("request_prefill_kv_computed_tokens") + grown("vllm:prompt_tokens_cached_total") == usage["prompt_tokens"]
+    )
+    assert total("request_generation_tokens", 2) == usage["completion_tokens"] == 2 * most
+    assert total("request_max_num_generation_tokens") == total("request_params_max_tokens") == most
+    assert total("request_params_n") == 2
+    queue, prefill, decode = (total(f"request_{of}_time_seconds") for of in ("queue", "prefill", "decode"))
+    assert queue >= 0 and prefill > 0 and queue + prefill == pytest.approx(total("time_to_first_token_seconds"))
+    assert total("request_inference_time_seconds") == pytest.approx(prefill + decode)
+    assert total("e2e_request_latency_seconds") == pytest.approx(queue + prefill + decode)
+    passes = int(grown("forerun:passes_total"))
+    assert 0 < total("inter_token_latency_seconds", passes - 2) <= 2 * (prefill + decode)
+
+
 def test_a_full_queue_is_a_429(checkpoint: Path) -> None:
     with serving(checkpoint, max_queue=2) as small:
         guards.CLIENT.set(guards.Client(name="somebody", domain=None))

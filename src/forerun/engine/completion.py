@@ -48,6 +48,7 @@ class Request:
     completions: list[Completion] = field(default_factory=list)
     prompt_logprobs: list[Mapping[int, TokenLogprob] | None] | None = None  # Of the part prefilled so far
     queued_at: float | None = None  # `time.perf_counter`; an earlier arrival, where it waited before it was queued
+    scheduled_at: float | None = None  # When the first of its completions got a row
     first_token_at: float | None = None
     last_token_at: float | None = None
     cached_tokens: int = 0  # Prompt tokens that were found in the prefix cache
@@ -92,7 +93,8 @@ class Request:
 
     def output(self) -> RequestOutput:
         """Return the output so far."""
-        first, last, queued = self.first_token_at, self.last_token_at, self.queued_at
+        queued, scheduled = self.queued_at, self.scheduled_at
+        first, last = self.first_token_at, self.last_token_at
         return RequestOutput(
             request_id=self.id,
             prompt=self.prompt,
@@ -103,6 +105,7 @@ class Request:
             time_to_first_token_s=first - queued if first is not None and queued is not None else None,
             decode_s=last - first if first is not None and last is not None else None,
             num_cached_tokens=self.cached_tokens,
+            queue_s=scheduled - queued if scheduled is not None and queued is not None else None,
         )
 
 
@@ -121,6 +124,7 @@ class Completion:
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    last_token_at: float | None = None  # `time.perf_counter` of the last step that gave it tokens
     order: int = 0  # Position in the order of arrival
     preemptions: int = 0  # Times that it was preempted
     drafter_has_read: bool = False  # Its drafter has read its text
@@ -145,10 +149,10 @@ class Completion:
         if surplus := len(emitted.tokens) - len(new):
             self.row.shorten(surplus)  # Tokens that were committed after the end
         first = not self.tokens
-        self._count(emitted, new)
+        since_last_s = self._count(emitted, new)
         text = self.text.release(final=self.finish_reason is not None)
         trace = emitted.trace if self.request.trace and not first else None  # The prompt's pass drafts nothing
-        return self._chunk(text, new, trace, first=first)
+        return self._chunk(text, new, trace, since_last_s, first=first)
 
     def end_empty(self) -> StreamChunk:
         """End a completion of zero tokens (``max_tokens=0``) after its prompt was prefilled, and return its only
@@ -181,7 +185,13 @@ class Completion:
         return self._chunk("", [])
 
     def _chunk(
-        self, text: str, tokens: list[OutputToken], trace: StepTrace | None = None, *, first: bool = False
+        self,
+        text: str,
+        tokens: list[OutputToken],
+        trace: StepTrace | None = None,
+        since_last_s: float | None = None,
+        *,
+        first: bool = False,
     ) -> StreamChunk:
         """Return a chunk of the completion. The `first` one carries the prompt's token ids and log-probabilities."""
         return StreamChunk(
@@ -194,6 +204,7 @@ class Completion:
             stop_reason=self.stop_reason,
             prompt_token_ids=self.request.prompt_tokens if first else None,
             prompt_logprobs=self.request.complete_prompt_logprobs if first else None,
+            since_last_s=since_last_s,
             error=self.row.error,
         )
 
@@ -237,20 +248,22 @@ class Completion:
         if self.finish_reason is not None and stop is None:
             self.text.add(self.detokenizer.flush())
 
-    def _count(self, emitted: Emitted, new: Sequence[OutputToken]) -> None:
-        prefilled = not self.tokens
+    def _count(self, emitted: Emitted, new: Sequence[OutputToken]) -> float | None:
+        """Count a step's tokens, and return the seconds since the step before; None for the first."""
         self.tokens.extend(new)
-        self.request.last_token_at = time.perf_counter()
-        if prefilled:
-            self.request.first_token_at = self.request.first_token_at or self.request.last_token_at
+        before, now = self.last_token_at, time.perf_counter()
+        self.last_token_at = self.request.last_token_at = now
+        if before is None:
+            self.request.first_token_at = self.request.first_token_at or now
             self.stats.begin(len(new))
-            return
+            return None
         accepted = sum(token.source is Source.DRAFT for token in new)
         drafted, rule = emitted.drafted, emitted.trace.rule
         self.stats.record(tokens=len(new), drafted=drafted, depth=emitted.depth, accepted=accepted, rule=rule)
         self.stats.drafter_errors = self.row.drafter_errors
         if self.request.trace:
             self.traces.append(emitted.trace)
+        return now - before
 
 
 class Detokenizer:

@@ -214,6 +214,7 @@ class Engine:
         request share a prefill.
         """
         request = completion.request
+        request.scheduled_at = request.scheduled_at or time.perf_counter()
         same = [prefill for prefill in self._prefilling if prefill.begins and prefill.completions[0].request is request]
         if same and not completion.tokens:
             same[0].completions.append(completion)

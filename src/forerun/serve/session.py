@@ -222,6 +222,8 @@ class Session:
                     if chunk.output is not None:
                         reason = None
                         self._finish(job, chunk.output)
+                    if chunk.since_last_s is not None:
+                        self.metrics.observe("vllm:inter_token_latency_seconds", chunk.since_last_s)
                     begun = True
                     yield self._hide(chunk)
         except (errors.NumericError, errors.RequestError, errors.EngineError) as error:
@@ -270,7 +272,9 @@ class Session:
 
     def _finish(self, job: Job, output: RequestOutput) -> None:
         """Count the completions of a job that came to an end of their own, and record them where that is wanted."""
-        self.metrics.finished(output)
+        left = self.engine.llm.max_model_len - len(output.prompt_token_ids)
+        most = left if job.params.max_tokens is None else min(job.params.max_tokens, left)
+        self.metrics.finished(output, max_tokens=most)
         if (record := logs.RECORD.get()) is not None:
             record.finished(output)
         if self._traffic is not None and job.recorded:
@@ -397,6 +401,7 @@ class Job:
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _COUNTERS: dict[str, tuple[str, ...]] = {
     "vllm:prompt_tokens": ("Prompt tokens of finished requests.",),
+    "vllm:prompt_tokens_cached": ("Prompt tokens of finished requests that were cached.",),
     "vllm:generation_tokens": ("Tokens of finished requests.",),
     "vllm:request_success": ("Completions that ended, by reason.", "finished_reason"),
     "forerun:answers_admitted": ("Completions that were admitted; each ends in a reason, or is refused.",),
@@ -413,11 +418,24 @@ _COUNTERS: dict[str, tuple[str, ...]] = {
     "vllm:spec_decode_num_accepted_tokens_per_pos": ("Accepted tokens by position in the draft.", "position"),
 }
 """Each counter's name maps to its text and its labels besides the model's."""
-_HISTOGRAMS = {
-    "vllm:time_to_first_token_seconds": "From queueing to the first token.",
-    "vllm:request_time_per_output_token_seconds": "Mean time per later token.",
-    "vllm:e2e_request_latency_seconds": "From queueing to the last token.",
+_TOKENS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
+_HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "vllm:time_to_first_token_seconds": ("From queueing to the first token.", _SECONDS),
+    "vllm:inter_token_latency_seconds": ("Between two passes that gave a completion tokens.", _SECONDS),
+    "vllm:request_time_per_output_token_seconds": ("Mean time per later token.", _SECONDS),
+    "vllm:e2e_request_latency_seconds": ("From queueing to the last token.", _SECONDS),
+    "vllm:request_queue_time_seconds": ("From queueing to the first row of the cache.", _SECONDS),
+    "vllm:request_prefill_time_seconds": ("From the first row to the first token.", _SECONDS),
+    "vllm:request_decode_time_seconds": ("From the first to the last token.", _SECONDS),
+    "vllm:request_inference_time_seconds": ("From the first row to the last token.", _SECONDS),
+    "vllm:request_prompt_tokens": ("Prompt tokens of a request.", _TOKENS),
+    "vllm:request_prefill_kv_computed_tokens": ("Prompt tokens of a request that were not cached.", _TOKENS),
+    "vllm:request_generation_tokens": ("Tokens of a completion.", _TOKENS),
+    "vllm:request_max_num_generation_tokens": ("Tokens of a request's longest completion.", _TOKENS),
+    "vllm:request_params_max_tokens": ("max_tokens of a request, at most what its context holds.", _TOKENS),
+    "vllm:request_params_n": ("n of a request.", (1, 2, 5, 10, 20)),
 }
+"""Each histogram's name maps to its text and the upper bounds of its buckets."""
 Texts = Mapping[type[CounterMetricFamily | GaugeMetricFamily], Mapping[str, str]]
 ENGINE: Texts = {
     GaugeMetricFamily: {
@@ -448,19 +466,28 @@ class Metrics(Collector):
             if not labels:
                 counter.labels(model_name)  # there from the start, at 0
         self._histograms = {
-            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=_SECONDS)
-            for name, text in _HISTOGRAMS.items()
+            name: Histogram(name, text, ["model_name"], registry=self.registry, buckets=bounds).labels(model_name)
+            for name, (text, bounds) in _HISTOGRAMS.items()
         }
 
     def count(self, name: str, amount: float, *labels: str) -> None:
         """Add to one of the counters."""
         self._counters[name].labels(self._model, *labels).inc(amount)
 
-    def finished(self, output: RequestOutput) -> None:
-        """Count a request that ended."""
-        self.count("vllm:prompt_tokens", len(output.prompt_token_ids))
+    def finished(self, output: RequestOutput, *, max_tokens: int) -> None:
+        """Count a request that ended, whose completions might have had so many tokens each."""
+        prompt, cached = len(output.prompt_token_ids), output.num_cached_tokens or 0
+        lengths = [len(answer.token_ids) for answer in output.outputs]
+        self.count("vllm:prompt_tokens", prompt)
+        self.count("vllm:prompt_tokens_cached", cached)
+        self.observe("vllm:request_prompt_tokens", prompt)
+        self.observe("vllm:request_prefill_kv_computed_tokens", prompt - cached)
+        self.observe("vllm:request_max_num_generation_tokens", max(lengths))
+        self.observe("vllm:request_params_max_tokens", max_tokens)
+        self.observe("vllm:request_params_n", len(lengths))
         for answer in output.outputs:
             self.count("vllm:generation_tokens", len(answer.token_ids))
+            self.observe("vllm:request_generation_tokens", len(answer.token_ids))
             self.count("vllm:request_success", 1, answer.finish_reason or "abort")
             stats = answer.speculation
             self.count("forerun:passes", stats.num_passes)
@@ -470,16 +497,21 @@ class Metrics(Collector):
             self.count("forerun:drafter_errors", stats.drafter_errors)
             for position, count in enumerate(stats.accepted_per_depth):
                 self.count("vllm:spec_decode_num_accepted_tokens_per_pos", count, str(position))
-        first, decode = output.time_to_first_token_s, output.decode_s
-        if first is None or decode is None:
+        queue, first, decode = output.queue_s, output.time_to_first_token_s, output.decode_s
+        if queue is None or first is None or decode is None:
             return
-        self._observe("vllm:time_to_first_token_seconds", first)
-        self._observe("vllm:e2e_request_latency_seconds", first + decode)
-        if (longest := max(len(answer.token_ids) for answer in output.outputs)) > 1:
-            self._observe("vllm:request_time_per_output_token_seconds", decode / (longest - 1))
+        self.observe("vllm:time_to_first_token_seconds", first)
+        self.observe("vllm:e2e_request_latency_seconds", first + decode)
+        self.observe("vllm:request_queue_time_seconds", queue)
+        self.observe("vllm:request_prefill_time_seconds", first - queue)
+        self.observe("vllm:request_decode_time_seconds", decode)
+        self.observe("vllm:request_inference_time_seconds", first - queue + decode)
+        if max(lengths) > 1:
+            self.observe("vllm:request_time_per_output_token_seconds", decode / (max(lengths) - 1))
 
-    def _observe(self, name: str, seconds: float) -> None:
-        self._histograms[name].labels(self._model).observe(seconds)
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to one of the histograms."""
+        self._histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures that are kept elsewhere, as they are now."""
