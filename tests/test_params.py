@@ -82,6 +82,7 @@ WHOLE = ("n", "top_k", "seed", "max_tokens", "logprobs", "prompt_logprobs", "tru
     + [({"structured_outputs": {"choice": value}}, "choice must be a list of strings") for value in ("ab", [1], 5)]
     + [({"structured_outputs": {name: 5}}, f"{name} must be a string") for name in ("json", "regex", "grammar")]
     + [({"structured_outputs": {"json_object": "no"}}, "json_object must be True or False, got 'no'")]
+    + [({"stop": "a", "detokenize": False}, "stop strings are only supported when detokenize is True")]
     + [({name: "false"}, f"{name} must be True or False") for name in ("ignore_eos", "detokenize", "allow_biased")]
     + [({"seed": value}, "seed must be from") for value in (2**64, -(2**63) - 1, 2**70)]
     + [({name: -2}, "or -1 for the whole vocabulary") for name in ("logprobs", "prompt_logprobs")],

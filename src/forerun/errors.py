@@ -222,16 +222,20 @@ def check_arguments(call: str, given: Iterable[str], known: Collection[str], ins
             raise TypeError(f"{call}() has no argument {name!r}.{nearest(name, known, NEAR)}")
 
 
-def name_unknown_arguments(instead: Mapping[str, str]) -> Callable[[Made], Made]:
-    """Let a dataclass or a method check its keywords by `check_arguments`."""
+def name_unknown_arguments(instead: Mapping[str, str], *more: str) -> Callable[[Made], Made]:
+    """Let a dataclass or a method check its keywords by `check_arguments`, and positional arguments that it has not by
+    their names in another engine, `more`.
+    """
 
     def decorate(made: Made) -> Made:
         called: Any = made.__init__ if isinstance(made, type) else made  # type: ignore[misc]
         known = signature(called).parameters
+        most = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in known.values())
 
         @wraps(called)
         def checked(*values: object, **given: object) -> object:
-            check_arguments(getattr(made, "__name__", ""), given, known, instead)
+            beyond = more[: max(0, len(values) - most)]
+            check_arguments(getattr(made, "__name__", ""), [*beyond, *given], known, instead)
             return called(*values, **given)
 
         if not isinstance(made, type):

@@ -118,16 +118,16 @@ ARGUMENTS = {
 }
 """Arguments of `LLM`, of vLLM and llama-cpp-python, map to what takes their place."""
 REQUEST_ARGUMENTS = {
-    "add_generation_prompt": "it is always True, but for chat_prompt(continue_final_message=True)",
+    **dict.fromkeys(
+        ("add_generation_prompt", "chat_template_kwargs", "continue_final_message", "tools"), "chat() takes it"
+    ),
     "chat_template": "LLM(chat_template=...) takes one for all conversations",
     "chat_template_content_format": "the template is asked which form it takes",
-    "chat_template_kwargs": "generate(llm.chat_prompt(messages, enable_thinking=False)) hands them on",
-    "continue_final_message": "generate(llm.chat_prompt(messages, continue_final_message=True)) does that",
     "lora_request": "LLM(adapter=...) opens the model with one PEFT adapter, for all requests",
-    "request_id": "each request gets its own, which its chunks and its output name",
+    "request_id": "each request gets its own, which its chunks and its output name; the steps of one are `async for "
+    "chunk in llm.stream(prompt, params)`, and `await llm.generate(prompts, params)` gives whole outputs",
     "prompt_token_ids": "a prompt may be a list of token ids",
     "tokenization_kwargs": "add_special_tokens and the like: give token ids, of llm.encode for example",
-    "tools": "generate(llm.chat_prompt(messages, tools=...)) does that",
 }
 """Arguments of vLLM's `LLM.generate`, `LLM.chat` and `AsyncLLM.generate` map to what takes their place."""
 

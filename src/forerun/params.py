@@ -130,7 +130,8 @@ class SamplingParams:
     logprobs: int | None = None  # Log-probabilities of the chosen and of this many likeliest tokens; -1: of all
     prompt_logprobs: int | None = None  # The same for the prompt's tokens, always of the raw logits
     truncate_prompt_tokens: int | None = None  # Read only this many last ones; -1: what fits beside `max_tokens`
-    logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from
+    logprobs_mode: str = "raw_logprobs"  # Before any processor; ``processed_logprobs``: of what was sampled from,
+    # at temperature 0 of the processed logits, as vLLM has it
     allow_biased: bool = False
     """Give ``processed_logprobs`` also where a lossy rule verifies: they are the target's then, and the completion was
     not sampled from them.
@@ -284,6 +285,11 @@ def _check_sampling(params: SamplingParams) -> None:
             f"truncate_prompt_tokens must be at least 1, or -1 for what fits, got {kept}",
         ),
         (params.stop is not None and not all(params.stop_strings), "stop strings must not be empty"),
+        (
+            params.stop_strings and not params.detokenize,
+            "stop strings are only supported when detokenize is True, as they are looked for in the text; use "
+            "stop_token_ids",
+        ),
         (
             params.allowed_token_ids is not None and not len(params.allowed_token_ids),
             "allowed_token_ids must not be empty",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.loads import engine
-from forerun import LLM
+from forerun import LLM, SamplingParams
 from forerun.errors import ArgumentError
 
 MARK = "<end>"
@@ -46,6 +46,49 @@ NAMES: dict[str, dict[str, Any]] = {
     "parameter": offered(name="f", parameters={"properties": {FORGED: {}}}),
     "argument": called("f", {FORGED: 1}),
 }
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+def test_messages_are_read_in_openais_forms(llm: LLM) -> None:
+    """Parts of text, a message of calls alone, and arguments as JSON text: as the server reads them."""
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(HI)
+    for more in ({}, {"content": None}):
+        prompt = llm.chat_prompt([*HI, {"role": "assistant", "tool_calls": [CALL], **more}])["prompt"]
+        assert prompt == llm.chat_prompt([*HI, *called("f", {"a": 1})["messages"]])["prompt"]
+    with pytest.raises(ArgumentError, match="part of type 'image_url' cannot be read"):
+        llm.chat_prompt([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
+    with pytest.raises(ArgumentError, match="a message has no content"):
+        llm.chat_prompt([{"role": "user", "content": None}])
+
+
+def test_tools_that_a_template_does_not_take_are_refused(checkpoint: Path) -> None:
+    with pytest.raises(ArgumentError, match="takes no tools") as caught:
+        engine(checkpoint).chat_prompt(HI, tools=[TOOL])
+    assert caught.value.param == "tools"
+
+
+def test_a_variable_that_the_template_does_not_read_is_named(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert llm.chat_prompt(HI, moode="good ")["prompt"] == llm.chat_prompt(HI)["prompt"]
+    [message] = caplog.messages
+    assert message == "the chat template reads no variable 'moode', which changes nothing. Did you mean 'mood'?"
+
+
+def test_a_chat_hands_on_what_vllms_does(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=1)
+    given: dict[str, Any] = {"tools": [TOOL], "chat_template_kwargs": {"mood": "good "}}
+    [output] = llm.chat(HI, params, **given)
+    assert output.prompt == llm.chat_prompt(HI, [TOOL], mood="good ")["prompt"]
+    last = list(llm.stream_chat(HI, params, **given))[-1]
+    assert last.output is not None and last.output.prompt == output.prompt
+    [unopened] = llm.chat(HI, params, add_generation_prompt=False)
+    assert unopened.prompt == llm.chat_prompt(HI, add_generation_prompt=False)["prompt"]
+    begun = [*HI, {"role": "assistant", "content": "I am"}]
+    [more] = llm.chat(begun, params, continue_final_message=True)
+    assert more.prompt is not None and more.prompt.endswith("I am")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,9 @@
 """The public face: what users of vLLM and transformers type, and that speculation changes nothing of what comes out."""
 
+import copy
 import inspect
 import logging
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from engine.conftest import TEMPLATE, tiny_tokenizer
 from forerun import LLM, AsyncLLM, SamplingParams
 from forerun.engine.arguments import EngineArguments, LoadingArguments
+from forerun.engine.llm import OF_TEMPLATES
 from forerun.errors import ArgumentError, CheckpointError, ForerunError
 from forerun.model.load import LoadOptions
 from forerun.other_engines import REQUEST_ARGUMENTS
@@ -158,6 +161,41 @@ def test_processed_log_probabilities_are_those_of_the_distribution_that_was_samp
         kept = [entry for entry in token.top_logprobs.values() if entry.logprob > float("-inf")]
         assert len(kept) == 3
         assert sum(torch.tensor(entry.logprob).exp() for entry in kept) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_greedy_processed_log_probabilities_are_those_of_the_processed_logits(plain: LLM, ngram: LLM) -> None:
+    """As in vLLM: a point mass would tell nothing."""
+    shaped = {"logit_bias": {65: 2.5}, "min_tokens": 24, "repetition_penalty": 1.1, "logprobs": 2}
+    params = replace(GREEDY, **shaped, ignore_eos=False, logprobs_mode="processed_logprobs")
+    [request] = ngram.generate(PROMPTS[1], params)
+    answer, prompt = request.outputs[0], request.prompt_token_ids
+    assert answer.speculation.num_accepted_draft_tokens > 0
+    model = AutoModelForCausalLM.from_pretrained(plain.target.name_or_path, dtype=torch.float32)
+    text = [*prompt, *answer.token_ids]
+    raw = model(torch.tensor([text])).logits[0].detach()
+    for place, token in enumerate(answer.tokens, start=len(prompt)):
+        logits = raw[place - 1].clone()
+        logits[plain.tokenizer.eos_token_id] = -torch.inf
+        logits[65] += 2.5
+        seen = torch.tensor(sorted(set(text[:place])))
+        logits[seen] = torch.where(logits[seen] > 0, logits[seen] / 1.1, logits[seen] * 1.1)
+        best = logits.log_softmax(-1).topk(2)
+        assert list(token.top_logprobs) == best.indices.tolist()
+        found = [entry.logprob for entry in token.top_logprobs.values()]
+        assert found == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert token.logprob.logprob == found[0]
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_llm_is_made_anew_in_each_process(plain: LLM, copied: Any) -> None:
+    with pytest.raises(TypeError, match="make one in each process"):
+        copied(plain)
+
+
+def test_stop_strings_need_a_tokenizer(checkpoint: Path) -> None:
+    bare = LLM(str(checkpoint), tokenizer=False, max_num_seqs=1)
+    with pytest.raises(ArgumentError, match="use stop_token_ids"):
+        bare.generate([[5, 6]], SamplingParams(stop="a"))
 
 
 def test_processed_log_probabilities_see_each_nodes_own_path(plain: LLM, ngram: LLM) -> None:
@@ -311,11 +349,15 @@ def test_an_unknown_argument_names_the_nearest_or_what_to_use_for_one_of_vllms(c
     with pytest.raises(TypeError, match=r"tensor_parallel_size': a model.*device_map"):
         LLM(str(checkpoint), tensor_parallel_size=2)
     for name in REQUEST_ARGUMENTS:
-        with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
-            plain.chat([], **{name: None})
+        for chat in () if name in OF_TEMPLATES else (plain.chat,):
+            with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
+                chat([], **{name: None})
         for stream in (plain.stream, partial(AsyncLLM.stream, None), partial(AsyncLLM.generate, None)):
             with pytest.raises(TypeError, match=f"has no argument '{name}': [A-Za-z]"):
                 stream("x", **{name: None})
+    for form in (AsyncLLM.stream, AsyncLLM.generate):  # vLLM's third argument
+        with pytest.raises(TypeError, match=r"'request_id': .*async for chunk in llm\.stream"):
+            form(None, "x", GREEDY, "req-1")
     with pytest.raises(TypeError, match=r"'lora_requests'\.$"):
         plain.generate("x", lora_requests=None)
     with pytest.raises(TypeError, match=r"SamplingParams.*'max_token'.*Did you mean 'max_tokens'"):

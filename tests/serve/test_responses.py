@@ -106,8 +106,8 @@ def test_an_earlier_response_becomes_one_message() -> None:
     assert assistant.plain() == {
         **{"role": "assistant", "content": "Hm", "reasoning_content": "why"},
         "tool_calls": [
-            {"id": "1", "type": "function", "function": {"name": "f", "arguments": {}}},
-            {"id": "2", "type": "function", "function": {"name": "g", "arguments": {"x": 1}}},
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}},
+            {"id": "2", "type": "function", "function": {"name": "g", "arguments": '{"x": 1}'}},
         ],
     }
     assert tool.plain() == {"role": "tool", "content": "one", "tool_call_id": "1"}

@@ -78,7 +78,8 @@ class Residuals:
         self._vectors: dict[tuple[int, int], Tensor] = {}
         """Vectors (V,) by (flat node, residual step), for rows whose rng does not draw by `Rng.exponentials_for`."""
         tensors = self._compute(raw, values, top, Recordings(None) if recordings is None else recordings)
-        tensors = tensors | self._logprobs(raw, tensors)  # A recording overwrites them
+        processed = raw if values is None else values
+        tensors = tensors | self._logprobs(raw, processed, tensors)  # A recording overwrites them
         names = [name for name in tensors if name != "probs"]
         self._read: dict[str, Any] = {
             name: tensor.tolist() for name, tensor in zip(names, fetch([tensors[n] for n in names]), strict=True)
@@ -222,8 +223,10 @@ class Residuals:
                 entries[index * self.nodes + node] = len(distributions)
         return (torch.stack([torch.zeros_like(distributions[0]), *distributions]) if distributions else None), entries
 
-    def _logprobs(self, raw: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors for `logprobs`, for every row whose request has log-probabilities."""
+    def _logprobs(self, raw: Tensor, values: Tensor, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors for `logprobs`, for every row whose request has log-probabilities, from raw and processed
+        logits (B, N, V).
+        """
         fetched = dict[str, Tensor]()
         for index, row in enumerate(self.rows):
             count = row.sampler.params.logprobs
@@ -238,13 +241,11 @@ class Residuals:
             chosen += [tensors["argmax"][span].unsqueeze(1)]
             chosen += [tensors["drawn"][:, span].T] if "drawn" in tensors else []
             tokens = torch.cat(chosen, dim=1)
-            if row.sampler.params.logprobs_mode != "processed_logprobs":
-                logs = raw[index, :nodes].float().log_softmax(-1)
-            elif row.sampler.greedy or "drawn" not in tensors:
-                logs = torch.full_like(widen(raw[index, :nodes]), -torch.inf)
-                logs.scatter_(1, tensors["argmax"][span].unsqueeze(1), 0.0)
-            else:
+            processed = row.sampler.params.logprobs_mode == "processed_logprobs"
+            if processed and not row.sampler.greedy:
                 logs = tensors["probs"][span].log()
+            else:
+                logs = (values if processed else raw)[index, :nodes].float().log_softmax(-1)
             chosen_logs = logs.gather(1, tokens)
             best = logs.topk(min(count, logs.shape[-1]))
             ranks = (logs.unsqueeze(1) > chosen_logs.unsqueeze(2)).sum(-1) + 1

@@ -177,7 +177,11 @@ class HostRow:
         """Return the log-probability of each token after its node, and those of the likeliest tokens there."""
         params = self._scores.sampler(self._index).params
         processed = params.logprobs_mode == "processed_logprobs"
-        scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]
+        if processed and params.greedy:  # Of the processed logits, as vLLM has it: a point mass tells nothing
+            sampler, index = self._scores.sampler(self._index), self._index
+            scored = [sampler.process(self._logits(node), self._scores.output(index, node)) for node in nodes]
+        else:
+            scored = [self.probs(node).values.log() if processed else self._logits(node) for node in nodes]
         return logprobs_of(torch.stack(scored), tokens, params.logprobs or 0)
 
     def _logits(self, node: int) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar, Unpack
 from forerun.control.config import SpeculativeConfig
 from forerun.engine.arguments import EngineArguments
 from forerun.engine.completion import Request
-from forerun.engine.llm import LLM, Conversation
+from forerun.engine.llm import LLM, Conversation, take_template_arguments
 from forerun.engine.prompts import Lanes, OneThread, Prompt, Speculative, pair_prompts
 from forerun.errors import CLOSED, ArgumentError, EngineError, RequestError, SlowReaderError, name_unknown_arguments
 from forerun.other_engines import REQUEST_ARGUMENTS
@@ -64,13 +64,15 @@ class AsyncLLM:
         """
         return self._worker.busy_s
 
+    __reduce__ = LLM.__reduce__
+
     async def __aenter__(self) -> AsyncLLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    @name_unknown_arguments(REQUEST_ARGUMENTS)
+    @name_unknown_arguments(REQUEST_ARGUMENTS, "request_id")
     async def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -93,9 +95,10 @@ class AsyncLLM:
         **keywords: Any,
     ) -> list[RequestOutput]:
         """Run `LLM.chat`."""
-        return await self.generate(self.llm.chat_prompts(messages), sampling_params, **keywords)
+        prompts = self.llm.chat_prompts(messages, **take_template_arguments(keywords))
+        return await self.generate(prompts, sampling_params, **keywords)
 
-    @name_unknown_arguments(REQUEST_ARGUMENTS)
+    @name_unknown_arguments(REQUEST_ARGUMENTS, "request_id")
     async def stream(
         self,
         prompt: Prompt,

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 import torch
 from tqdm import tqdm
@@ -64,6 +64,7 @@ Conversation = Sequence[Mapping[str, Any]]  # Messages: ``{"role": ..., "content
 REPRODUCIBLE_NODES = 16  # Nodes of every pass in reproducible mode, root included: 16 cost about as much as one
 
 _HEADROOM = MAX_SPECULATIVE_TOKENS + 1  # Slots after the longest text, for drafted tokens
+OF_TEMPLATES = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 SLEEPING_PARTS = ("weights", "kv_cache")  # vLLM's tags for `LLM.wake_up`
 
 
@@ -195,6 +196,12 @@ class LLM:
         drafter = None if self.speculative is None else self.speculative.method
         return f"LLM({self.name!r}, drafter={drafter!r}: {self.target.runs_as})"
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it holds a model, its caches and running requests; make one in each "
+            "process, of the same arguments; threads may share one"
+        )
+
     @property
     def engine(self) -> Engine:
         """The engine that batches the requests. Raises EngineError once the `LLM` is closed."""
@@ -301,21 +308,34 @@ class LLM:
         model's chat template.
 
         Args:
-            keywords: those of `generate`.
+            keywords: those of `generate`, and those of vLLM's `chat` for the template: `tools`, see `chat_prompt`,
+                `chat_template_kwargs` (its variables), `continue_final_message`, `add_generation_prompt`.
         """
-        return self.generate(self.chat_prompts(messages), sampling_params, **keywords)
+        prompts = self.chat_prompts(messages, **take_template_arguments(keywords))
+        return self.generate(prompts, sampling_params, **keywords)
 
     def stream_chat(
         self, messages: Conversation, sampling_params: SamplingParams | None = None, **keywords: Any
     ) -> Iterator[StreamChunk]:
         """Yield a conversation's next message as `chat` returns it, a chunk per step."""
-        return self.stream(self.chat_prompt(messages), sampling_params, **keywords)
+        [prompt] = self.chat_prompts([list(messages)], **take_template_arguments(keywords))
+        return self.stream(prompt, sampling_params, **keywords)
 
-    def chat_prompts(self, messages: Conversation | Sequence[Conversation]) -> list[dict[str, Any]]:
-        """Apply `chat_prompt` to one or many conversations."""
+    def chat_prompts(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **template: Any,
+    ) -> list[dict[str, Any]]:
+        """Apply `chat_prompt` to one or many conversations, with `chat_template_kwargs` among the template's
+        variables.
+        """
+        template |= chat_template_kwargs or {}
         several = isinstance(messages, Sequence) and all(isinstance(one, list | tuple) for one in messages)
         conversations: Sequence[Any] = messages if several else [messages]
-        return [self.chat_prompt(one) for one in conversations]
+        return [self.chat_prompt(one, tools, **template) for one in conversations]
 
     def chat_prompt(
         self, messages: Conversation, tools: Sequence[Mapping[str, Any]] | None = None, **template: Any
@@ -323,8 +343,8 @@ class LLM:
         """Apply the chat template, and return text and token ids, including the generation prompt.
 
         Messages and tools are read as plain text: only the template writes control tokens, such as the marks of roles.
-        Raises ArgumentError if there is no template, if it refuses the conversation, or if the text of a control token
-        in a message cannot be tokenized as text.
+        Raises ArgumentError if there is no template, if it takes no tools or refuses the conversation, or if the text
+        of a control token in a message cannot be tokenized as text.
 
         Args:
             tools: functions that the model may call: ``[{"type": "function", "function": {"name": ..., ...}}]``.
@@ -585,6 +605,11 @@ class LLM:
             if chunk.output is not None:
                 return chunk.output
         raise AssertionError("a stream ends with its output")
+
+
+def take_template_arguments(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Remove the arguments of `LLM.chat_prompts` from those of `LLM.chat`, and return them."""
+    return {name: keywords.pop(name) for name in OF_TEMPLATES if name in keywords}
 
 
 def _configured(given: Mapping[str, Any] | str | None, opening: dict[str, Any]) -> SpeculativeConfig | None:

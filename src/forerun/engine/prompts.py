@@ -10,11 +10,13 @@ import contextvars
 import inspect
 import itertools
 import json
+import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -30,7 +32,8 @@ from forerun.decode.row import Row
 from forerun.devices import trim_heap
 from forerun.engine.completion import Completion, CompletionText, Detokenizer, Request
 from forerun.engine.grammar import GrammarCompiler, MaskBudget
-from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, nearest
+from forerun.errors import CLOSED, ArgumentError, CheckpointError, EngineError, about, find_near, nearest, warn_once
+from forerun.model.templates import read_variables
 from forerun.params import NEUTRAL, token_ids
 from forerun.types import SamplingParams
 
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``; a dict may also hold a ``"prediction"`` of
@@ -126,6 +130,8 @@ class PromptReader:
         with about("prediction"):
             prediction = tuple(self.prediction(prompt))
         params = self.resolve(params)
+        if params.stop_strings and self.tokenizer is None:
+            raise ArgumentError("stop strings need a tokenizer, and there is none: use stop_token_ids")
         if params.seed is None and self.default_seed is not None:
             params = replace(params, seed=request_seed(self.default_seed, number))
         rule = config.rule if config is not None else None
@@ -352,18 +358,30 @@ def conversation(
     text of one, it is tokenized as plain text.
 
     Args:
-        variables: of the template, besides messages and tools; also ``add_generation_prompt`` (default True) and
-            ``continue_final_message`` (the last message is left open; default False).
+        variables: of the template, besides messages and tools; also ``continue_final_message`` (the last message is
+            left open; default False) and ``add_generation_prompt`` (default True, unless the last message goes on).
         encode: tokenizes a text, unless it is too long.
 
     Raises:
-        ArgumentError: a variable is not the template's, the template refuses the conversation, the text of a control
-            token cannot be tokenized as text, or `encode` refuses the text.
+        ArgumentError: a message has no content, the template takes no tools, a variable is an argument of the renderer,
+            the template refuses the conversation, the text of a control token cannot be tokenized as text, or `encode`
+            refuses the text.
     """
     if isinstance(messages, str | Mapping) or not all(isinstance(message, Mapping) for message in messages):
         raise ArgumentError('a conversation is a list of messages, each {"role": ..., "content": ...}')
-    ending = {"add_generation_prompt": True, "continue_final_message": False}
-    check_variables(tokenizer, variables.keys() - ending.keys())
+    if any(message.get("content") is None and not message.get("tool_calls") for message in messages):
+        raise ArgumentError("a message has no content; only an assistant's message with tool_calls may have none")
+    goes_on = bool(variables.get("continue_final_message"))
+    ending = {"add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    names = variables.keys() - ending.keys()
+    check_variables(tokenizer, names)
+    known = read_variables(tokenizer.get_chat_template(tools=[{}] if tools else None))
+    if tools:
+        check_tools(known)
+    for name in names - known:
+        near = find_near(name, known)  # One line for each of the template's variables, whatever clients send
+        text = "the chat template reads no variable %.80r, which changes nothing.%s"
+        warn_once(_log, f"template variable {near}", text, name, nearest(name, known))
     options = {**ending, **variables}
     text = rendered(tokenizer, messages, tools, **options, tokenize=False)
     ids = encode(text)
@@ -393,6 +411,17 @@ def rendered(
         raise ArgumentError(f"the chat template refuses this conversation: {error}") from error
 
 
+def check_tools(variables: Collection[str]) -> None:
+    """Raise ArgumentError if a chat template that reads these variables takes no tools."""
+    if "tools" not in variables:
+        with about("tools"):
+            raise ArgumentError(
+                "the chat template of this model takes no tools; give it one that does (chat_template of LLM; start "
+                "the server with --chat-template FILE), or, for a model that writes ChatML, chat_template='hermes' "
+                "(--chat-template hermes)"
+            )
+
+
 def check_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> None:
     """Raise ArgumentError for names that are arguments of transformers' renderer, not variables of the chat
     template.
@@ -412,25 +441,41 @@ _TEXT_ARGUMENTS = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
 def template_messages(
     tokenizer: PreTrainedTokenizerBase, messages: Iterable[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]]:
-    """Return messages in the form that the chat template reads: most templates want a tool call's arguments as an
-    object, some as JSON text.
+    """Return messages in the form that the chat template reads: a content as one text, and a tool call's arguments as
+    an object, or as JSON text for some templates. A message of calls alone has an empty content there, or None.
     """
-    messages = list(messages)
+    messages = [_with_text(message) for message in messages]
     if not any(message.get("tool_calls") for message in messages):
         return messages
-    if _TEXT_ARGUMENTS not in tokenizer.get_chat_template(tools=[{}]):
-        return messages
-    return [_with_text_arguments(message) if message.get("tool_calls") else message for message in messages]
+    as_text = _TEXT_ARGUMENTS in tokenizer.get_chat_template(tools=[{}])
+    return [_with_arguments(message, as_text) if message.get("tool_calls") else message for message in messages]
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Join the text parts of a message's content. Raises ArgumentError for other parts."""
+    parts = message.get("content")
+    if parts is None or isinstance(parts, str):
+        return message
+    if not isinstance(parts, Sequence) or not all(isinstance(part, Mapping) for part in parts):
+        raise ArgumentError(f'a content is text or a list of parts {{"type": "text", "text": ...}}, got {parts!r:.80}')
+    if other := next((part for part in parts if not isinstance(part.get("text"), str)), None):
+        raise ArgumentError(f"a content part of type {other.get('type')!r:.80} cannot be read: only text is")
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
+def _with_arguments(message: Mapping[str, Any], as_text: bool) -> dict[str, Any]:
     calls = list[Any]()
     for call in message["tool_calls"]:
         function = call.get("function", call)
-        if not isinstance(arguments := function.get("arguments", ""), str):
+        arguments = function.get("arguments", "")
+        if as_text and not isinstance(arguments, str):
             function = {**function, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        elif not as_text and isinstance(arguments, str):
+            with suppress(ValueError):  # A template may write text that is no JSON
+                function = {**function, "arguments": json.loads(arguments or "{}")}
         calls.append({**call, "function": function} if "function" in call else function)
-    return {**message, "tool_calls": calls}
+    content = message.get("content")
+    return {**message, "content": content if content is not None or as_text else "", "tool_calls": calls}
 
 
 def written_mark(tokenizer: PreTrainedTokenizerBase, given: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 from forerun.errors import ArgumentError, nearest
 
 if TYPE_CHECKING:
+    from jinja2.nodes import Template
     from transformers import PreTrainedTokenizerBase
 
 SHIPPED = ("hermes",)  # Names of templates that come with forerun: ``NAME.jinja`` beside this module
@@ -54,10 +56,18 @@ def check_fits(template: str, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _check_syntax(text: str) -> None:
+@lru_cache(maxsize=16)
+def read_variables(template: str) -> frozenset[str]:
+    """Return the variables that a chat template reads. Raises ArgumentError if its Jinja is broken."""
+    from jinja2 import meta
+
+    return frozenset(meta.find_undeclared_variables(_check_syntax(template)))
+
+
+def _check_syntax(text: str) -> Template:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRANSFORMERS.sub("", text))
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TRANSFORMERS.sub("", text))
     except TemplateSyntaxError as error:
         raise ArgumentError(f"the chat template is no Jinja that can be read: line {error.lineno}: {error}") from error

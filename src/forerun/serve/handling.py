@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from forerun.engine.grammar import source
 from forerun.engine.llm import LLM
+from forerun.engine.prompts import check_tools
 from forerun.errors import ArgumentError, about
+from forerun.model.templates import read_variables
 from forerun.serve.guards import CLIENT
 from forerun.serve.protocol.errors import ApiError, bad_request
 from forerun.serve.protocol.hints import note_hint
@@ -30,7 +32,6 @@ from forerun.types import CompletionOutput, SamplingParams, StreamChunk, Structu
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TAKES_TOOLS = re.compile(r"\btools\b")
 _RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "self")
 """These are arguments of `LLM.chat_prompt`, which no template variable may replace."""
 _SWITCHES = ("enable_thinking", "thinking")  # Variables of chat templates that switch reasoning: Qwen's and DeepSeek's
@@ -117,20 +118,15 @@ def chat_format_of(llm: LLM, settings: ServeSettings, body: ChatRequest) -> Chat
     if llm.tokenizer is not None and llm.tokenizer.chat_template:  # else the prompt's maker says so
         template = llm.tokenizer.get_chat_template(tools=[{}] if tools else None)
     kind = find_format(settings.tool_call_parser, template)
-    if tools and not _TAKES_TOOLS.search(template):
-        message = (
-            "the chat template of this model takes no tools; start the server with --chat-template FILE, a template "
-        )
-        message += "that does, or, for a model that writes ChatML, with --chat-template hermes"
-        raise bad_request(message, "tools")
+    if tools:
+        check_tools(read_variables(template))
     if tools and kind is None:
         message = "this server was started with --tool-call-parser none; it reads no tool calls"
         if settings.tool_call_parser != "none":
             message = "the chat template of this model shows no known format of tool calls; if it has one, start the "
             message += f"server with --tool-call-parser and one of {', '.join(FORMATS)}"
         raise bad_request(message, "tools")
-    text_arguments = kind is not None and kind.text_arguments
-    messages = [message.plain(text_arguments=text_arguments) for message in body.messages]
+    messages = [message.plain() for message in body.messages]
     goes_on = body.continue_final_message
     ending = {
         "continue_final_message": goes_on,
@@ -193,25 +189,18 @@ def _variables(body: ChatRequest, template: str, reasons: bool) -> dict[str, Any
             "chat_template_kwargs",
         )
     if body.reasoning_effort is not None:
-        if _has_variable(template, "reasoning_effort"):
+        if "reasoning_effort" in read_variables(template):
             variables["reasoning_effort"] = body.reasoning_effort
         else:
             note_hint("reasoning_effort", "the chat template of this model has no such variable")
     if body.thinking is not None:
         thinks = body.thinking.type != "disabled"
-        switch = next((name for name in _SWITCHES if _has_variable(template, name)), None)
+        switch = next((name for name in _SWITCHES if name in read_variables(template)), None)
         if switch is not None:
             variables[switch] = thinks
         elif thinks != reasons:
             raise bad_request(f"this model's reasoning cannot be {body.thinking.type}: it has no switch", "thinking")
     return {**variables, **sent}
-
-
-def _has_variable(template: str, name: str) -> bool:
-    """Return whether a chat template reads a variable: in a tag, neither quoted nor as an
-    attribute.
-    """
-    return re.search(rf"\{{[{{%][^{{}}%]*(?<![.\w'\"]){name}\b(?!['\"])", template) is not None
 
 
 def _check_choice(body: ChatRequest) -> None:

@@ -360,13 +360,9 @@ class ToolCall(Strict):
         """Return a call with those arguments, JSON text."""
         return cls(id=call_id, function=FunctionCall(name=name, arguments=arguments))
 
-    def plain(self, *, text_arguments: bool) -> dict[str, Any]:
-        """Return the call as chat templates read it: most want the arguments as an object, some as
-        text.
-        """
-        arguments = self.function.arguments or "{}"
-        called = {"name": self.function.name, "arguments": arguments if text_arguments else json.loads(arguments)}
-        return {"id": self.id, "type": "function", "function": called}
+    def plain(self) -> dict[str, Any]:
+        """Return the call as `LLM.chat_prompt` reads it."""
+        return self.model_dump(exclude={"index"})
 
 
 # --- conversations and bodies ---
@@ -414,19 +410,12 @@ class Message(Strict):
         )
         return self
 
-    def plain(self, *, text_arguments: bool = False) -> dict[str, Any]:
-        """Return the message as chat templates read it; they know no developer, who is their
-        system.
-
-        `text_arguments` gives arguments of calls as JSON text, and no content as None; else they
-        are an object and "".
-        """
-        message: dict[str, Any] = {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": join_text(self.content) if self.content is not None else None if text_arguments else "",
-        }
+    def plain(self) -> dict[str, Any]:
+        """Return the message as `LLM.chat_prompt` reads it; chat templates know no developer, who is their system."""
+        message = self.model_dump(include={"content"})
+        message["role"] = "system" if self.role == "developer" else self.role
         if self.tool_calls:
-            message["tool_calls"] = [call.plain(text_arguments=text_arguments) for call in self.tool_calls]
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
         reasoning = self.reasoning_content or self.reasoning
         more = {"name": self.name, "tool_call_id": self.tool_call_id, "reasoning_content": reasoning}
         return message | {key: value for key, value in more.items() if value is not None}

@@ -97,7 +97,6 @@ class ToolFormat(ABC):
     signs: ClassVar[tuple[str, ...]]  # Texts in a chat template, all of which together tell this format
     mark: ClassVar[str]  # Text that begins a call
     marks: ClassVar[tuple[str, ...]] = ()  # Other marks, which the tokenizer may know as special tokens
-    text_arguments: ClassVar[bool] = False  # The template has arguments of earlier calls as JSON text
 
     def __init__(self, template: str, functions: Sequence[Function]) -> None:
         self.template, self.functions = template, functions

@@ -30,7 +30,6 @@ class DeepSeekV3(ToolFormat):
     signs = (CALLS,)
     mark = CALLS
     marks = (CALL, SEPARATOR, CALL_END, CALLS_END)
-    text_arguments = True
 
     def read_calls(self, text: Incoming) -> Steps[bool]:
         called = False
