@@ -25,7 +25,10 @@ SETTINGS: dict[str, SamplingParams] = {
         **{"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.3},
         **{"logit_bias": {3: 1.0}, "seed": 4, "max_tokens": LENGTH},
     ),
-    "logprobs": SamplingParams(temperature=0.0, logprobs=3, prompt_logprobs=2, max_tokens=LENGTH),
+    "logprobs": SamplingParams(
+        **{"temperature": 0.0, "logprobs": 3, "logprobs_mode": "processed_logprobs", "frequency_penalty": 0.3},
+        **{"prompt_logprobs": 2, "max_tokens": LENGTH},
+    ),
 }
 AUTO = Variant("auto", options={"model": eagle_head()})
 EVERY: list[Variant | None] = [None, *variants(), SPEED, AUTO]

@@ -416,9 +416,9 @@ def check_tools(variables: Collection[str]) -> None:
     if "tools" not in variables:
         with about("tools"):
             raise ArgumentError(
-                "the chat template of this model takes no tools; give it one that does (chat_template of LLM; start "
-                "the server with --chat-template FILE), or, for a model that writes ChatML, chat_template='hermes' "
-                "(--chat-template hermes)"
+                "the chat template of this model takes no tools; start the server with --chat-template FILE, a "
+                "template that does, or, for a model that writes ChatML, with --chat-template hermes (in Python: "
+                "LLM(chat_template='hermes'))"
             )
 
 
