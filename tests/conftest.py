@@ -81,4 +81,4 @@ def loggers_as_they_were() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def warned_of_nothing() -> None:
     """What a process is told once, it is told once in each test."""
-    errors._WARNED.clear()
+    errors.forget_warnings()

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+import sysconfig
+import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature
+from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 Made = TypeVar("Made")
@@ -175,6 +178,27 @@ def refuse_unknown(what: str, name: str, known: Iterable[str], are: str = "There
         raise ArgumentError(f"{what} {name!r}.{choices(name, names, are)}")
 
 
+_OWN = (str(Path(__file__).parent), "<")
+"""The beginnings of the names of forerun's own files, and of code that is in no file."""
+
+
+def outside_frames(error: BaseException) -> list[traceback.FrameSummary]:
+    """Return the calls of a traceback from the first one that is not forerun's on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.filename.startswith(_OWN) for frame in frames]
+    return list(frames[own.index(False) :]) if False in own else []
+
+
+def find_place(error: BaseException) -> str:
+    """Return `` (file.py:12)``, the last line outside forerun, and outside of installed packages where there is one,
+    that an error came through; an empty string if there is none.
+    """
+    installed = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    outside = [frame for frame in outside_frames(error) if not frame.filename.startswith(_OWN)]
+    frames = [frame for frame in outside if not frame.filename.startswith(installed)] or outside
+    return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+
+
 def list_some(names: Sequence[str], most: int = 6) -> str:
     """Join the first few names, and say how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
@@ -192,6 +216,11 @@ in five is wrong.
 """
 
 _WARNED = set[str]()
+
+
+def forget_warnings() -> None:
+    """Let `warn_once` say everything again."""
+    _WARNED.clear()
 
 
 def warn_once(log: logging.Logger, about: str, message: str, *values: object, level: int = logging.WARNING) -> None:

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from contract.harness import installed
 from contract.test_isolated import Leaking, OneStore
 from contract.wrong import NoOptions, Whimsical, Wrong
 from forerun.certify import checks, contract
-from forerun.certify.contract import CHECKS
+from forerun.certify.contract import CHECKS, GREEDY, answer, tokens_of
 from forerun.cli import main
+from forerun.cli.certify import show_checks
 from forerun.core.tree import TokenTree
-from forerun.decode.drafter import DraftContext, Drafter
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, PerDomain
 from forerun.types import Budget, Drawn
 from selection import slow
 
@@ -127,6 +129,35 @@ class Turning(Whimsical):
         return tree
 
 
+class Learning(Dice):
+    """Draws what is frequent in all rows of a domain."""
+
+    def __init__(self, config: NoOptions, setup: DrafterSetup) -> None:
+        super().__init__(config, setup)
+        self.seen = PerDomain(Counter[int])
+
+    def extend(self, context: DraftContext) -> None:
+        for index, (tokens, fresh) in enumerate(zip(context.tokens, context.fresh, strict=True)):
+            self.seen.of(context.salt(index)).update(tokens[len(tokens) - fresh :])
+
+    def chain(self, context: DraftContext, row: int, depth: int) -> TokenTree:
+        tree, seen = context.trees()[row], self.seen.of(context.salt(row))
+        probs = torch.tensor([float(seen[token]) for token in range(self.vocabulary)])
+        if depth > 0 and context.samplers[row].greedy:
+            tree.add(int(probs.argmax()), 0)
+        elif depth > 0:
+            tree.set_probs(0, probs / probs.sum())
+            tree.add(context.rng[row].drafted(probs, 0), 0, drawn=Drawn.IID)
+        return tree
+
+
+class Exiting(Fine):
+    """Ends the process."""
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        raise SystemExit(3)
+
+
 def failures(cls: type[Drafter], checks: Iterable[str] = CHECKS) -> set[str]:
     """The checks that a drafter fails, of these; those of answers are left out."""
     if not hasattr(cls, "Config"):
@@ -156,6 +187,10 @@ def test_a_drafter_that_is_only_wrong_fails_nothing(cls: type[Drafter]) -> None:
 )
 def test_each_fault_is_found_by_its_check(cls: type[Drafter], fails: str) -> None:
     assert failures(cls, [fails])
+
+
+def test_who_learns_for_each_domain_disturbs_no_row() -> None:
+    assert failures(Learning, ["rows do not disturb each other"]) == set()
 
 
 def test_what_cannot_be_enumerated_is_left_out() -> None:
@@ -215,6 +250,60 @@ def test_the_command_checks_a_file_outside_the_tree(
     assert main(["drafters", "check", mine, "--drafter-option", "fail=true"]) == 1
     said = capsys.readouterr().out
     assert "FAIL  drafts are sound" in said and "breaks its contract" in said
+
+
+@pytest.mark.parametrize(
+    ("cls", "said", "line"),
+    [
+        (Raising, "failed to propose: KeyError('nothing is known of this row') (test_check.py:", "raise KeyError("),
+        (Exiting, "it ends the process by SystemExit(3) (test_check.py:", "raise SystemExit(3)"),
+    ],
+)
+def test_a_failure_is_shown_where_it_is_and_what_follows_from_it_is_marked(
+    cls: type[Drafter], said: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = {"later": ("later", lambda _: (False, "another fault"))}
+    monkeypatch.setattr(contract, "CHECKS", {SOUND: CHECKS[SOUND], **later})
+    monkeypatch.setattr(contract, "examined", lambda run: tokens_of(answer(run.llm, [[1, 2]], GREEDY)) and [])
+    with installed("planted", cls):
+        found = contract.check_drafter({"method": "planted"})
+    assert not found[0].passed and said in found[0].summary
+    assert found[1].summary == f"another fault; this may follow from the first failure, {SOUND!r}"
+    assert [one.passed for one in found[2:]] == ([False] if cls is Exiting else [])
+    show_checks(found)
+    assert line in capsys.readouterr().out
+
+
+BROKEN = """
+class NoSignature(Mine):
+    def __init__(self):
+        pass
+
+class Unready(Mine):
+    def __init__(self, config, setup):
+        raise RuntimeError("no file counts.bin")
+
+class Leaving(Mine):
+    def __init__(self, config, setup):
+        raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("NoSignature", "is made with (config, setup): define __init__(self, config, setup)"),
+        ("Unready", "cannot be made: RuntimeError('no file counts.bin') (my_drafter.py:27)"),
+        ("Leaving", "cannot be made: it ends the process by SystemExit(3) (my_drafter.py:31)"),
+        ("None", "cannot be imported: ZeroDivisionError('division by zero') (my_drafter.py:32)"),
+    ],
+)
+def test_what_cannot_be_made_says_why_and_where(
+    name: str, said: str, mine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "my_drafter.py").write_text(MINE + BROKEN + ("1 / 0" if name == "None" else ""))
+    assert main(["drafters", "check", f"my_drafter:{name}"]) == 2
+    assert " ".join(said.split()) in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_cannot_be_built_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from forerun.control.policy import policy_for
 from forerun.control.ranking import Confidence, Ranking
 from forerun.core.sampling import Sampler
 from forerun.core.tree import Resume, TokenTree, prune
-from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.decode.row import Row
 from forerun.drafters import DRAFTERS, DrafterEntry, drafter_class, guarded
 from forerun.drafters.guarded import Deferred
@@ -617,7 +617,6 @@ class Failing(Drafter):
 def test_a_drafter_that_raises_is_counted_and_the_answer_goes_on(
     adaptive: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    warn_drafter.cache_clear()
     monkeypatch.setitem(DRAFTERS, "failing", DrafterEntry(path=f"{__name__}:Failing", summary="raises"))
     engine = LLM(model(), tokenizer=False, max_model_len=64, self_check=False)
     config = {"method": "failing", "adaptive": adaptive}

@@ -12,7 +12,6 @@ import pytest
 
 from control.simulation import Passes, Spec, Steps, World, optimum, rate_at
 from forerun.control.costs import DraftCost, Nominal, PassShape
-from forerun.decode.drafter import warn_drafter
 from selection import in_turn
 
 
@@ -307,7 +306,6 @@ def test_an_assumption_that_keeps_nodes_is_held_against_plain_decoding() -> None
 
 
 def test_a_drafter_that_raises_is_left_out_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    warn_drafter.cache_clear()
     world = World(Spec(name="m", alpha=0.8, cost=level(0.1), fails_at=50))
     with caplog.at_level(logging.WARNING):
         steps = world.run(300)

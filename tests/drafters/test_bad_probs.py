@@ -33,6 +33,7 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
     "too much": lambda probs: 2 * probs,
     "too little": lambda probs: 0.9 * probs,
     "nothing": torch.zeros_like,
+    "log": torch.log,
 }
 PARAMS = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, repetition_penalty=1.0)
 
@@ -65,8 +66,10 @@ def target(checkpoint: Path) -> TransformersTarget:
     return TransformersTarget.load(str(checkpoint), rows=3, slots=64, dtype="float32", self_check=False)
 
 
-def stepped(target: TransformersTarget, drafter: Drafter | None, seed: int = 0) -> tuple[list[Row], list[Emitted]]:
-    """Three rows after one step behind their first tokens."""
+def stepped(
+    target: TransformersTarget, drafter: Drafter | None, seed: int = 0, steps: int = 1
+) -> tuple[list[Row], list[Emitted]]:
+    """Three rows after some steps behind their first tokens, and what the last step emitted."""
     texts = [[7, 8, 9 + index] for index in range(3)]
     common = {"prompt_length": 3, "stop_ids": frozenset(), "tokens_left": 20}
     rows = [
@@ -77,9 +80,14 @@ def stepped(target: TransformersTarget, drafter: Drafter | None, seed: int = 0) 
     first_tokens(rows, target.prefill(range(3), [row.tokens for row in rows]).logits)
     if drafter is None:
         return rows, step(target, rows, [], isolate=True)
-    made = Guarded(drafter, "guessing", DrafterSetup(target=target, tokenizer=None, rows=3, slots=64))
-    groups = [Group(name="guessing", drafter=made, members=range(3), depths=[3] * 3, nodes=8)]
-    return rows, step(target, rows, groups, isolate=True)
+    setup = DrafterSetup(target=target, tokenizer=None, rows=3, slots=64)
+    groups = [
+        Group(name="guessing", drafter=Guarded(drafter, "guessing", setup), members=range(3), depths=[3] * 3, nodes=8)
+    ]
+    found = [step(target, rows, groups, isolate=True) for _ in range(steps)]
+    for row in rows:
+        row.drafter_errors += setup.failures[row.cache_row]
+    return rows, found[-1]
 
 
 @pytest.mark.parametrize(("wrong", "place"), [("NaN", 0), *((wrong, 1) for wrong in WRONG), ("NaN", 2)])
@@ -91,6 +99,52 @@ def test_what_was_drawn_from_it_is_lost(target: TransformersTarget, wrong: str, 
         assert [one.drafted for one in emitted] == [3, place, 3]
         assert [rows[index].tokens for index in (0, 2)] == [sound[index].tokens for index in (0, 2)]
         assert [row.drafter_errors for row in sound] == [0, 0, 0] and expected[1].drafted == 3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        *(
+            ("NaN", "hold NaN"),
+            ("negative", "hold the negative number -0.18"),
+            ("too much", "they add up to 2; record"),
+        ),
+        *(("log", "are negative, as log-probabilities are"), ("nothing", "they add up to 0; record")),
+    ],
+)
+def test_the_row_is_closed_and_the_log_says_once_what_is_wrong(
+    target: TransformersTarget, wrong: str, named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, emitted = stepped(target, Guessing(WRONG[wrong], [3, 1, 3]), steps=3)
+    assert [row.drafter_errors for row in rows] == [0, 1, 0]
+    assert [one.drafted for one in emitted] == [3, 0, 3]
+    stepped(target, Guessing(lambda probs: 0.99 * WRONG[wrong](probs), [3, 1, 1]))
+    (said,) = (record.getMessage() for record in caplog.records if "failed" in record.getMessage())
+    assert "the draft probs of node 1 " in said and named in said
+
+
+class Denying(Guessing):
+    """Records that what it drew at one node has the probability 0."""
+
+    def propose(self, context: DraftContext, budget: Budget) -> list[TokenTree]:
+        trees = super().propose(context, budget)
+        for row, tree in zip(context.rows, trees, strict=True):
+            for node in range(self.places[row], 3):
+                probs = tree.draft_probs[node].clone()
+                probs[tree.tokens[node + 1]] = 0
+                tree.set_probs(node, probs / probs.sum())
+        return trees
+
+
+def test_a_token_with_a_recorded_probability_of_0_is_an_error_and_decides_nothing_itself(
+    target: TransformersTarget, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows, emitted = stepped(target, Denying(torch.clone, [3, 2, 3]))
+    assert [row.drafter_errors for row in rows] == [0, 1, 0]
+    assert [one.drafted for one in emitted] == [3, 3, 3], "it stays, for its token must not decide"
+    assert "node 3 was sampled, but the draft probs of its parent give its token the probability 0" in caplog.text
+    rows, emitted = stepped(target, Denying(torch.clone, [3, 2, 3]), steps=2)
+    assert [row.drafter_errors for row in rows] == [0, 1, 0] and [one.drafted for one in emitted] == [3, 0, 3]
 
 
 @pytest.mark.parametrize("wrong", ["one NaN", "too much", "nothing"])

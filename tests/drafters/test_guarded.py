@@ -14,7 +14,7 @@ from forerun.certify.enumeration import Distributions, World, exact_distribution
 from forerun.core.rng import Rng
 from forerun.core.rules import rule_named
 from forerun.core.tree import Resume, TokenTree
-from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup, warn_drafter
+from forerun.decode.drafter import DraftContext, Drafter, DrafterSetup
 from forerun.drafters.guarded import Checked, Deferred, Guarded, check
 from forerun.errors import ArgumentError, InvalidDraftError
 from forerun.types import Budget, CommittedTokens, Drawn, SamplingParams, Source, Verdict
@@ -128,7 +128,6 @@ def test_a_tree_at_fault_says_what_is_wrong_and_costs_the_rows_beside_it_nothing
     ],
 )
 def test_what_is_no_list_of_a_tree_a_row_is_refused(found: Any, got: str, caplog: pytest.LogCaptureFixture) -> None:
-    warn_drafter.cache_clear()
     trees, failures = proposed(found, 1)
     assert [tree.tokens for tree in trees] == [(ROOT,)] and failures == [1]
     assert f"a drafter proposes a list of 1 TokenTrees, one for each row; got {got}" in caplog.text

@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from forerun.core.tree import TokenTree, fetch_masses
 from forerun.model.recordings import Recordings
+from forerun.types import Drawn
 from simulated.device import NAME, Counts, DeviceError, DeviceTensor, Kind, SimulatedDevice, moved
 
 
@@ -290,3 +292,13 @@ def test_other_code_sees_no_accelerator() -> None:
     weight = torch.ones(2, requires_grad=True)
     (weight * 3).sum().backward()
     assert weight.grad is not None and weight.grad.tolist() == [3, 3]
+
+
+def test_the_check_of_what_was_drawn_is_one_read(device: SimulatedDevice) -> None:
+    tree = TokenTree(0)
+    tree.set_probs(0, torch.arange(3, device=NAME) / 4)
+    tree.add(2, 0, drawn=Drawn.IID)
+    tree.add(0, 0, drawn=Drawn.IID)
+    with device.counting() as counts:
+        assert fetch_masses([TokenTree(0), tree]) == {1: 2}
+    assert (counts.of(Kind.READ), counts.of(Kind.BLOCKING_WRITE)) == (1, 0) and tree.masses == {0: 0.75}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import copy
 import logging
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,8 +21,7 @@ from forerun.certify import CertifyPlan, Check
 from forerun.certify.checks import Run, examined
 from forerun.certify.reference import TransformersReference
 from forerun.certify.steps import Found, StepCase, StepEnumeration, TooManyOutcomes
-from forerun.decode.drafter import warn_drafter
-from forerun.errors import ForerunError
+from forerun.errors import ArgumentError, ForerunError, find_place, forget_warnings, outside_frames
 from forerun.types import SamplingParams, SpeculationStats
 
 if TYPE_CHECKING:
@@ -164,20 +164,45 @@ def check_drafter(config: Config, progress: Callable[[str], None] = lambda _: No
     Raises:
         ArgumentError: there is no such drafter, or it refuses its options.
     """
-    tiny_engine(config, rows=1)  # An error here is raised, not reported as a finding
+    try:
+        tiny_engine(config, rows=1)  # An error here is raised, not reported as a finding
+    except SystemExit as error:
+        raise ArgumentError(f"drafter {config['method']!r} cannot be made: {_ended(error)}") from error
     checks = []
     for name, (key, look) in CHECKS.items():
         progress(name)
+        checks.append(_examine(name, key, partial(look, config)))
+    progress("the text and the distribution of completions")
+    checks += _answers(config)
+    if checks[0].passed:
+        return checks
+    follows = f"; this may follow from the first failure, {checks[0].name!r}"
+    return [checks[0], *(one if one.passed else replace(one, summary=one.summary + follows) for one in checks[1:])]
+
+
+def _examine(name: str, key: str, look: Callable[[], tuple[bool, str]]) -> Check:
+    """Run a check. If it fails, the traceback of the drafter's first failure is among its figures."""
+    tracebacks = list[str]()
+    with _collect_problems([], tracebacks):
         try:
-            passed, summary = look(config)
+            passed, summary = look()
         except LeftOut as reason:
-            checks.append(Check(id=key, name=name, passed=True, summary=str(reason), left_out=True))
-            continue
+            return Check(id=key, name=name, passed=True, summary=str(reason), left_out=True)
+        except SystemExit as error:
+            passed, summary, tracebacks = False, _ended(error), [_traceback(error)]
         except (AssertionError, ForerunError) as error:
             passed, summary = False, str(error)
-        checks.append(Check(id=key, name=name, passed=passed, summary=summary))
-    progress("the text and the distribution of completions")
-    return [*checks, *_answers(config)]
+    figures = {"traceback": tracebacks[0]} if tracebacks and not passed else {}
+    return Check(id=key, name=name, passed=passed, summary=summary, figures=figures)
+
+
+def _ended(error: SystemExit) -> str:
+    return f"it ends the process by {error!r}{find_place(error)}; raise a ForerunError with advice"
+
+
+def _traceback(error: BaseException) -> str:
+    """Return a traceback without the calls of forerun that lead to the drafter."""
+    return "".join([*traceback.format_list(outside_frames(error)), *traceback.format_exception_only(error)]).rstrip()
 
 
 def _sound(config: Config) -> tuple[bool, str]:
@@ -211,12 +236,21 @@ def _ends(config: Config) -> tuple[bool, str]:
 
 
 def _company(config: Config) -> tuple[bool, str]:
-    """Check that rows do not affect each other: a text is the same alone and in a batch."""
+    """Check that rows do not affect each other: a text is the same alone and in a batch. Seeded texts are compared with
+    the policy, under which drafters draft deterministically for them, since what they learn would change their draws.
+    """
     for params in (GREEDY, SAMPLED):
-        together = tokens_of(answer(tiny_engine(config), PROMPTS, params))
-        for index, prompt in enumerate(PROMPTS):
-            [alone] = tokens_of(tiny_engine(config).generate(as_prompts([prompt]), replace(params, seed=index)))
-            if alone != together[index]:
+        own = config if params.greedy else {**config, "adaptive": True}
+
+        def answered(*indices: int, own: Config = own, params: SamplingParams = params) -> list[list[int]]:
+            engine = tiny_engine(own)
+            asked = [replace(params, seed=index) for index in indices]
+            with engine.engine.drafting.free_of_charge():
+                return tokens_of(engine.generate(as_prompts([PROMPTS[index] for index in indices]), asked))
+
+        together = answered(*range(len(PROMPTS)))
+        for index in range(len(PROMPTS)):
+            if answered(index) != [together[index]]:
                 kind = "greedy" if params.greedy else "seeded"
                 return False, f"the {kind} completion to prompt {index} is another one beside other prompts than alone"
     return True, f"{len(PROMPTS)} prompts have the same greedy and the same seeded completions alone and together"
@@ -323,8 +357,9 @@ def _answers(config: Config) -> list[Check]:
     )
     try:
         return examined(run)
-    except (AssertionError, ForerunError) as error:
-        return [Check(id="text", name="text and distribution", passed=False, summary=str(error))]
+    except (AssertionError, ForerunError, SystemExit) as error:
+        said = _ended(error) if isinstance(error, SystemExit) else str(error)
+        return [Check(id="text", name="text and distribution", passed=False, summary=said)]
 
 
 def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False, piece: int = WHOLE) -> list[Step]:
@@ -336,17 +371,25 @@ def _drafts(config: Config, params: SamplingParams, *, one_by_one: bool = False,
 
 
 @contextmanager
-def _collect_problems(problems: list[str]) -> Iterator[None]:
-    """Collect the log messages about a drafter's failures in `problems` within the context."""
+def _collect_problems(problems: list[str], tracebacks: list[str] | None = None) -> Iterator[None]:
+    """Collect the log messages about a drafter's failures, each kind once, and their tracebacks within the context."""
     log = logging.getLogger("forerun.decode.drafter")
-    handler = logging.Handler()
-    propagate = log.propagate
-    handler.emit = lambda record: problems.append(record.getMessage())  # type: ignore[method-assign]
-    warn_drafter.cache_clear()
+    handler, level, propagate = logging.Handler(), log.level, log.propagate
+
+    def emit(record: logging.LogRecord) -> None:
+        if record.levelno >= logging.WARNING:
+            problems.append(record.getMessage())
+        elif tracebacks is not None and record.exc_info and (error := record.exc_info[1]) and outside_frames(error):
+            tracebacks.append(_traceback(error))
+
+    handler.emit = emit  # type: ignore[method-assign]
+    forget_warnings()
     log.addHandler(handler)
     log.propagate = False
+    log.setLevel(logging.DEBUG)
     try:
         yield
     finally:
         log.removeHandler(handler)
         log.propagate = propagate
+        log.setLevel(level)

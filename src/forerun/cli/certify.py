@@ -186,8 +186,8 @@ def show_checks(checks: Sequence[Check]) -> None:
             mark = Text("none  ", "yellow")
         console.out().print(mark.append(check.name, "bold"))
         console.out().print(Padding(Text(check.summary), (0, 0, 0, 6)), soft_wrap=False)
-        for command in check.shown_by:
-            console.out().print(Text(command, "dim"))
+        for line in [*str(check.figures.get("traceback", "")).splitlines(), *check.shown_by]:
+            console.out().print(Text(line, "dim"))
 
 
 def show_report(report: Report) -> None:

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from forerun.devices import widest
+from forerun.devices import send_ints, widest
 from forerun.types import Drawn
 
 
@@ -328,13 +328,35 @@ def masses_of(probs: Tensor) -> Tensor:
     return torch.where(probs.amin(-1) >= 0, sums, torch.nan)
 
 
-def fetch_masses(trees: Sequence[TokenTree]) -> None:
-    """Fill in the missing `masses` of all trees with one read from the device, or with none if nothing was sampled."""
-    unknown = [(tree, node) for tree in trees for node in tree.draft_probs if node not in tree.masses]
-    if unknown:
-        masses = masses_of(torch.stack([tree.draft_probs[node] for tree, node in unknown])).tolist()
-        for (tree, node), mass in zip(unknown, masses, strict=True):
-            tree.masses[node] = mass
+def fetch_masses(trees: Sequence[TokenTree]) -> dict[int, int]:
+    """Fill in the missing `masses` of all trees with one read from the device, or with none if nothing was sampled.
+    Return, by index of a tree, its first node whose token has the probability 0 in one of the distributions read.
+    """
+    unknown = [
+        (index, node) for index, tree in enumerate(trees) for node in tree.draft_probs if node not in tree.masses
+    ]
+    if not unknown:
+        return {}
+    rows = {place: row for row, place in enumerate(unknown)}
+    drawn = [
+        (index, node)
+        for index, tree in enumerate(trees)
+        for node, how in enumerate(tree.drawn)
+        if how is not Drawn.DETERMINISTIC and (index, tree.parents[node]) in rows
+    ]
+    probs = torch.stack([trees[index].draft_probs[node] for index, node in unknown])
+    chosen = [
+        rows[index, trees[index].parents[node]] * probs.shape[1] + trees[index].tokens[node] for index, node in drawn
+    ]
+    masses = masses_of(probs)
+    read = torch.cat([masses, probs.flatten()[send_ints(chosen, probs.device)].to(masses.dtype)]).tolist()
+    for (index, node), mass in zip(unknown, read[: len(unknown)], strict=True):
+        trees[index].masses[node] = mass
+    impossible = dict[int, int]()
+    for (index, node), prob in zip(drawn, read[len(unknown) :], strict=True):
+        if prob == 0:
+            impossible.setdefault(index, node)
+    return impossible
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
+import traceback
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from forerun.core.acceptance import Acceptance, Evidence, Proposal
 from forerun.core.rng import Rng
 from forerun.core.sampling import Sampler
 from forerun.core.tree import TokenTree
-from forerun.errors import ArgumentError, nearest, refuse_below
+from forerun.errors import ArgumentError, find_place, nearest, refuse_below, warn_once
 from forerun.types import Boundary, Budget, DraftKind, Drawn, Verdict
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from forerun.model import Target
 
 log = logging.getLogger(__name__)
+_VALUES = re.compile(r"'[^']*'|[-+]?\b\d[\d.]*(e[-+]?\d+)?|\b(nan|inf)\b")  # What differs between failures of a kind
 T = TypeVar("T")
 DraftOf = TypeVar("DraftOf", bound=Proposal)
 
@@ -128,11 +130,15 @@ def check_choice(method: str, config: object, name: str, values: Sequence[str]) 
         raise ArgumentError(f"{method}: {name} is {expected}, got {value!r}.{nearest(str(value), values)}")
 
 
-@lru_cache(maxsize=256)
-def warn_drafter(method: str, task: str, error: str) -> None:
-    """Warn, once per kind of failure, that a drafter failed. It loses its drafts; no request fails."""
-    log.warning("drafter %r failed %s: %s", method, task, error)
-    log.debug("drafter %r", method, exc_info=True)
+def warn_drafter(method: str, task: str, error: BaseException) -> None:
+    """Warn, once per kind of failure, that a drafter failed, and where. It loses its drafts; no request fails. Failures
+    that were raised at the same line are of one kind, and so are messages that differ in numbers or quoted words.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    kind = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else _VALUES.sub("", str(error))
+    about = f"drafter {method} {task} {type(error).__name__} {kind}"
+    warn_once(log, about, "drafter %r failed %s: %r%s", method, task, error, find_place(error))
+    log.debug("drafter %r", method, exc_info=error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,6 +225,12 @@ class Drafter:
 
     def reread(self) -> None:
         """Rebuild what is derived from the target's weights, which have changed, while the drafter has no row."""
+
+    def fail(self, rows: Sequence[int], task: str, error: BaseException) -> None:
+        """Report that what was drafted for these cache rows broke the contract. The engine calls a drafter through a
+        guard, which then asks it for no more drafts of these rows; a drafter itself has nothing to do here.
+        """
+        warn_drafter(self.name, task, error)
 
     def memory_bytes(self) -> int:
         """Return the bytes of the drafter's weights and caches."""

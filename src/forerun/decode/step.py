@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,11 +89,10 @@ def step(
     """
     marks = [time.perf_counter() if since is None else since]
     rules = _rules(rows, groups)
-    trees = propose_trees(rows, groups, check=check)
+    trees = propose_trees(rows, groups)
     if admit is not None:
         trees = admit(trees)
-    names = {index: group.name for group in groups for index in group.members}
-    trees = _without_impossible(trees, rows, names)
+    trees = _without_impossible(trees, rows, groups, check=check)
     marks.append(time.perf_counter())
     boundaries = frozenset[Boundary]().union(*(group.drafter.requires for group in groups))
     scored = target.score([row.cache_row for row in rows], trees, boundaries=boundaries, padded=False)
@@ -102,9 +102,11 @@ def step(
     lost = _drop_drafts_and_rescore(target, rows, scored, trees)
     if lost:
         scores = Scores(scored.logits, rows, trees, rules, top=top, flat=scored.flat)
+    names = {index: group.name for group in groups for index in group.members}
     for index, error in lost.items():
         if index in names:
-            _count_failure(rows[index], names[index], "to draft what can be scored", error)
+            warn_drafter(names[index], "to draft what can be scored", error)
+            rows[index].drafter_errors += 1
         verified[index] = verify(rows[index], scores, index, rules[index])
     _raise_unless(isolate, rows)
     verdicts = [result.verdict for result in verified]
@@ -160,10 +162,8 @@ def _rules(rows: Sequence[Row], groups: Sequence[Group]) -> list[str]:
     return [row.rule or default_rule(kinds[index], greedy=row.sampler.greedy) for index, row in enumerate(rows)]
 
 
-def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool = False) -> list[TokenTree]:
-    """Let each group's drafter propose, and return one tree per row; `check` verifies the recorded draft
-    probabilities.
-    """
+def propose_trees(rows: Sequence[Row], groups: Sequence[Group]) -> list[TokenTree]:
+    """Let each group's drafter propose, and return one tree per row."""
     trees = [TokenTree(row.tokens[-1]).seal() for row in rows]
     for group in groups:
         depths = [
@@ -177,31 +177,47 @@ def propose_trees(rows: Sequence[Row], groups: Sequence[Group], *, check: bool =
             drafted = group.drafter.propose(context_for(rows, group.members, [0] * len(depths), {}), budget)
         for index, tree in zip(group.members, drafted, strict=True):
             trees[index] = tree
-            if check:
-                _check_probs(tree)
     return trees
 
 
-def _count_failure(row: Row, name: str, task: str, error: Exception) -> None:
-    """Count a drafter's failure for a row, and warn once."""
-    warn_drafter(name, task, repr(error))
-    row.drafter_errors += 1
-
-
-def _without_impossible(trees: list[TokenTree], rows: Sequence[Row], names: Mapping[int, str]) -> list[TokenTree]:
-    """Return the trees without the nodes whose recorded draft probabilities do not sum to 1, and without the nodes
-    below them. Each removal counts as a failure of the drafter.
+def _without_impossible(
+    trees: list[TokenTree], rows: Sequence[Row], groups: Sequence[Group], *, check: bool
+) -> list[TokenTree]:
+    """Return the trees without the nodes whose recorded draft probabilities are no distribution, and without the nodes
+    below them. A node with the probability 0 stays, because its own token must not decide whether it is submitted. In
+    both cases the drafter fails for the row, so that it drafts no more there. `check` verifies what the others record.
     """
-    fetch_masses(trees)
-    sound = []
-    for index, tree in enumerate(trees):
-        wrong = {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < TOLERANCE}
-        if wrong:
-            mass = next(iter(wrong.values()))
-            error = InvalidDraftError(f"sampled from what is not a distribution: its probabilities add up to {mass}")
-            _count_failure(rows[index], names[index], "to propose", error)
-        sound.append(without(tree, wrong) if wrong else tree)
-    return sound
+    impossible = fetch_masses(trees)
+    trees = list(trees)
+    for group in groups:
+        for index in group.members:
+            tree = trees[index]
+            wrong = {node: mass for node, mass in tree.masses.items() if not abs(mass - 1) < TOLERANCE}
+            if wrong:
+                found = _describe(tree, *next(iter(wrong.items())))
+                trees[index] = without(tree, wrong)
+            elif index in impossible:
+                node = impossible[index]
+                found = f"node {node} was sampled, but the draft probs of its parent give its token the probability 0"
+            else:
+                if check:
+                    _check_probs(tree)
+                continue
+            error = InvalidDraftError(f"{found}; record with set_probs what was drawn from, after all processing")
+            group.drafter.fail([rows[index].cache_row], "to propose", error)
+    return trees
+
+
+def _describe(tree: TokenTree, node: int, mass: float) -> str:
+    """Say why the draft probabilities of a node, which add up to `mass`, are no distribution; NaN: one is negative."""
+    probs, what = tree.draft_probs[node], f"the draft probs of node {node}"
+    if not math.isnan(mass):
+        return f"{what} are no distribution: they add up to {mass:.6g}"
+    if probs.isnan().any():
+        return f"{what} hold NaN"
+    if probs.max() <= 0:
+        return f"{what} are negative, as log-probabilities are, and should be probabilities"
+    return f"{what} hold the negative number {float(probs.min()):.6g}"
 
 
 def _check_probs(tree: TokenTree) -> None:

@@ -404,7 +404,7 @@ class Sequences:
             self._truncate(held)
         if of_the_process(error):
             raise error
-        warn_drafter(self.drafters[0].method, "to propose", repr(error))
+        warn_drafter(self.drafters[0].method, "to propose", error)
 
     def _truncate(self, places: Sequence[int]) -> None:
         nothing = [0] * len(places)

@@ -10,13 +10,14 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forerun.drafters.kinds import KINDS, import_named
-from forerun.errors import ArgumentError, choices, refuse_unknown
+from forerun.errors import ArgumentError, ForerunError, choices, find_place, refuse_unknown
 from forerun.model.other_apps import LM_STUDIO, OLLAMA
 
 if TYPE_CHECKING:
@@ -192,6 +193,8 @@ def _from_outside(path: str) -> DrafterEntry:
         raise ArgumentError(
             f"drafter {path!r} cannot be imported ({error}); expected module:Class, the module's folder in PYTHONPATH"
         ) from error
+    except Exception as error:
+        raise ArgumentError(f"drafter {path!r} cannot be imported: {error!r}{find_place(error)}") from error
     from forerun.decode.drafter import Drafter
 
     is_drafter = isinstance(imported, type) and issubclass(imported, Drafter)
@@ -229,6 +232,10 @@ def check_options(name: str, options: Mapping[str, Any]) -> Any:
         return cls.Config(**options)
     except TypeError as error:
         raise ArgumentError(f"drafter {name!r}: an option has a wrong type ({error}); given {dict(options)}") from error
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"drafter {name!r} refuses {dict(options)}: {error!r}{find_place(error)}") from error
 
 
 def check_option_names(name: str, options: Mapping[str, Any], declared: Mapping[str, bool]) -> None:
@@ -293,5 +300,21 @@ def _class_in(module: str, cls: str) -> tuple[list[Any], list[tuple[str, str]]]:
 
 
 def build(name: str, options: Mapping[str, Any], setup: DrafterSetup) -> Drafter:
-    """Build a method's drafter with these options. Raises as `check_options` does."""
-    return drafter_class(name)(check_options(name, options), setup)  # type: ignore[call-arg]
+    """Build a method's drafter with these options. Raises as `check_options` does, and ArgumentError if a class from
+    outside cannot be made.
+    """
+    cls, config = drafter_class(name), check_options(name, options)
+    if not is_outside(name):
+        return cls(config, setup)  # type: ignore[call-arg]
+    try:
+        inspect.signature(cls).bind(config, setup)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"drafter {name!r} is made with (config, setup): define __init__(self, config, setup)"
+        ) from error
+    try:
+        return cls(config, setup)  # type: ignore[call-arg]
+    except ForerunError:
+        raise
+    except Exception as error:
+        raise ArgumentError(f"drafter {name!r} cannot be made: {error!r}{find_place(error)}") from error

@@ -121,12 +121,12 @@ class Guarded(Drafter):
                     f"a drafter proposes a list of {len(places)} TokenTrees, one for each row; got {got}"
                 )
             for row, error in part.failures.items():
-                self._fail([row], "to propose", error)
+                self.fail([row], "to propose", error)
             for place, tree, most, deepest in zip(places, proposed, nodes, depths, strict=True):
                 checked = check(tree, context.tokens[place][-1], most, deepest, self._target)
                 trees[place] = checked.tree
                 if checked.error is not None:
-                    self._fail([context.rows[place]], "to propose", checked.error)
+                    self.fail([context.rows[place]], "to propose", checked.error)
         return trees
 
     def observe(self, context: DraftContext, verdicts: Sequence[Verdict], scores: Scores) -> None:
@@ -161,6 +161,13 @@ class Guarded(Drafter):
         """Return the drafter's `kind`, or a kind that is safe for any draft if that is not a `DraftKind`."""
         return self._ask("kind()", partial(self.drafter.kind, sampler), DraftKind())
 
+    def fail(self, rows: Sequence[int], task: str, error: BaseException) -> None:
+        """Warn of a failure, count it for each of these rows, and close the rows."""
+        warn_drafter(self.method, task, error)
+        self.failed = True
+        self._closed.update(rows)
+        self._failures.update(rows)
+
     # --- failures ---------------------------------------------------------------------------------------------------
 
     def _open(self, context: DraftContext) -> list[int]:
@@ -186,11 +193,7 @@ class Guarded(Drafter):
         except BaseException as error:
             if of_the_process(error):
                 raise
-            self._fail(rows, task, error)
-
-    def _fail(self, rows: Sequence[int], task: str, error: BaseException) -> None:
-        warn_drafter(self.method, task, repr(error))
-        self._close(rows)
+            self.fail(rows, task, error)
 
     def _ask(self, name: str, ask: Callable[[], T], otherwise: T) -> T:
         """Return the result of a call that concerns no particular row. If that fails, or is of another type than
@@ -204,14 +207,9 @@ class Guarded(Drafter):
         except BaseException as error:
             if of_the_process(error):
                 raise
-            warn_drafter(self.method, f"to answer {name}", repr(error))
+            warn_drafter(self.method, f"to answer {name}", error)
             self._owed += 1
             return otherwise
-
-    def _close(self, rows: Sequence[int]) -> None:
-        self.failed = True
-        self._closed.update(rows)
-        self._failures.update(rows)
 
 
 # --- put off until it is asked ----------------------------------------------------------------------------------------
