@@ -15,6 +15,8 @@ LLAMA_CPP := $(LLAMA)/vendor/llama.cpp
 NO_AMX := -mno-amx-tile -mno-amx-int8 -mno-amx-bf16
 # torch comes first and pinned: a plain `pip install torch` may fetch a newer one together with gigabytes of CUDA.
 TORCH ?= torch==2.13.0
+# Folders with code that `make test` does not run
+UNTESTED := tests_cuda tests_sglang tests_vllm examples recipes
 # Processes that tests are spread over; each gets its share of the cores.
 WORKERS ?= 2
 
@@ -112,10 +114,12 @@ mutations: $(READY) ## faults planted in the source one at a time, each of which
 waits: $(READY) ## how often a decoding step waits for the device, counted on a simulated accelerator
 	$(BIN)/python tests/simulated/waits.py $(ARGS)
 
-check: $(READY) ## ruff, formatting, mypy --strict
+check: $(READY) ## ruff, formatting, mypy --strict, and calls in what no test runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	for folder in $(UNTESTED); do MYPYPATH=$$folder $(BIN)/mypy --config-file tests/mypy.ini $$folder || exit; done
+	$(BIN)/mypy --config-file tests/mypy.ini -p benchmarks -p tests_llama
 
 bench: $(READY) ## the measured figures beside their goals
 	$(BIN)/python -m benchmarks.suite $(ARGS)

@@ -82,7 +82,7 @@ def held_out(run: TrainingRun, arguments: argparse.Namespace) -> list[FeatureBat
     """Return the first windows of the held-out text with the states that the run's head reads."""
     windows = PackedWindows(PreparedData(arguments.held_out), length=arguments.length, rows=1, seed=0)
     count = min(arguments.windows, windows.steps_per_epoch())
-    return [run.batches.source.features(windows.batch(step)) for step in range(count)]  # type: ignore[union-attr]
+    return [run.batches.source.features(windows.batch(step)) for step in range(count)]  # type: ignore[union-attr, call-arg]
 
 
 @torch.no_grad()

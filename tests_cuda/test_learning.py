@@ -21,8 +21,8 @@ from forerun.training.loop.checkpoint import capture_random, restore_random
 from forerun.training.loop.distributed import Parallel
 from forerun.training.recipe import read_recipe
 from forerun.training.run import TrainingRun
-from training.conftest import words
-from training.test_kinds import words as words_of_kind
+from training.conftest import evaluated, line_of, words
+from training.test_kinds import SMALL
 from training.ttt import batch_of, head, model, tokens
 
 KINDS = ("eagle", "medusa", "hydra", "mlp_speculator", "kangaroo", "dflash", "dspark", "peagle")
@@ -125,8 +125,8 @@ def test_it_trains_in_bfloat16(given_dtype: str, target: Path, prepared: Path, t
 def test_two_steps_of_other_kinds(kind: str, target: Path, prepared: Path, tmp_path: Path) -> None:
     found = []
     for device in ("cpu", DEVICE):
-        line = words_of_kind(kind, target, prepared, tmp_path / f"on-{device.partition(':')[0]}", 2)
-        trained([*line, "training.log_every_steps=1", "training.optimizer=muon"], device)
+        line = line_of(kind, target, prepared, tmp_path / f"on-{device.partition(':')[0]}", 2, *SMALL.get(kind, []))
+        trained([*line, *evaluated(prepared), "training.log_every_steps=1", "training.optimizer=muon"], device)
         found.append(losses(tmp_path / f"on-{device.partition(':')[0]}"))
     assert found[1] == pytest.approx(found[0], rel=0.1 if kind in DRAWS else 1e-3)
 

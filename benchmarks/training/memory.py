@@ -96,7 +96,7 @@ def measure_one(given: Mapping[str, Any]) -> dict[str, float]:
     optimizers = build_optimizers(head, settings)
 
     def step() -> None:
-        sums = backward(model, batches, 0, settings, parallel)
+        sums = backward(model, batches, 0, 0.0, settings, parallel)
         scale(head, 1 / sums.weight, settings.gradient_clip)
         for optimizer in optimizers:
             optimizer.step()

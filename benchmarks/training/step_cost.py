@@ -91,7 +91,7 @@ class Step:
         """Features, forward and backward; the number of counted predictions."""
         before = dict(self.clock.seconds)
         with self.clock.phase("backward"):
-            sums = backward(self.model, self.batches, self.position, self.settings, self.parallel)
+            sums = backward(self.model, self.batches, self.position, 0.0, self.settings, self.parallel)
         inner = sum(self.clock.seconds[name] - before.get(name, 0.0) for name in ("features", "unroll", "loss"))
         self.clock.seconds["backward"] -= inner
         return sums.weight
@@ -100,7 +100,7 @@ class Step:
         """Clip and let the optimizers step."""
         with self.clock.phase("optimizer"):
             scale(self.head, 1 / weight, self.settings.gradient_clip)
-            set_rate(self.optimizers, 1.0)
+            set_rate(self.optimizers, 1.0, {})
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

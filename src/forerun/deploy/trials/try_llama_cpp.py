@@ -18,6 +18,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -44,13 +45,14 @@ class InLlamaCpp(InstalledEngine):
 
     title: ClassVar[str] = "llama.cpp"
 
-    def __init__(self, drafting: HeadDrafting, sources: Path | None, python: Path) -> None:
+    def __init__(self, drafting: HeadDrafting, sources: Path | None, python: Path, rows: int = 1) -> None:
         """Find the converter and the server.
 
         Args:
             drafting: what is tried.
             sources: llama.cpp's directory.
             python: has what its converter imports.
+            rows: completions at once; EAGLE-3 heads lose by more than one (`ONE_AT_A_TIME`).
 
         Raises:
             ArgumentError: something is not there, or llama.cpp has no counterpart of the kind.
@@ -71,7 +73,7 @@ class InLlamaCpp(InstalledEngine):
             if not Path(name).is_dir():
                 raise ArgumentError(f"{name} is no directory, which llama.cpp's converter wants: hf download {name}")
         self.way, self.own_files = way.name, way.model
-        self.sources, self.python = sources, python
+        self.sources, self.python, self.rows = sources, python, rows
         self.server = find_server(sources)
         super().__init__(drafting, server_version(self.server))
 
@@ -87,11 +89,14 @@ class InLlamaCpp(InstalledEngine):
             if any(UNKNOWN in log.read_text(errors="replace") for log in folder.glob("*.log")):
                 self.notes.append(UNKNOWN)
             words += ["--spec-type", self.way, "--spec-draft-n-max", str(drafting.k)]
-            words += ["-c", str(question.room), "-np", "1"]  # EAGLE-3 heads lose by more, see `ONE_AT_A_TIME`
+            words += ["-c", str(self.rows * question.room), "-np", str(self.rows)]
             cache_dtype = "f32" if dtype == "float32" else "f16"  # its keys and values, and its drafter's
             words += [word for flag in ("-ctk", "-ctv", "-ctkd", "-ctvd") for word in (flag, cache_dtype)]
-            with run_server(self.server, words, folder / "server.log") as address:
-                return [_answer(address, prompt, question.tokens) for prompt in question.prompts]
+            with (
+                run_server(self.server, words, folder / "server.log") as address,
+                ThreadPoolExecutor(self.rows) as pool,
+            ):
+                return list(pool.map(lambda prompt: _answer(address, prompt, question.tokens), question.prompts))
 
     def _convert(self, name: str, file: Path, dtype: str, *, is_head: bool = False) -> Path:
         for_head = self.drafting.target if is_head and self.drafting.kind != "draft_model" else None

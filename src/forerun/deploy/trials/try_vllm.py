@@ -105,13 +105,13 @@ def vllm_version(python: Path) -> str:
     return version
 
 
-def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path) -> None:
+def ask_vllm(plan: Mapping[str, Any], folder: Path, python: Path, environment: Mapping[str, str] = {}) -> None:
     """Let vLLM complete prompts for each arm of a plan (see `vllm_answers`); completions and logs are written to
-    `folder`.
+    `folder`. `environment` has further variables for vLLM's process, which those of this process replace.
     """
     source = importlib.util.find_spec("forerun.deploy.trials.vllm_answers")
     assert source is not None and source.origin is not None
     (folder / "plan.json").write_text(json.dumps(plan), encoding="utf-8")
     command = [str(python), source.origin, str(folder / "plan.json"), str(folder)]
     with (folder / "vllm.log").open("w", encoding="utf-8") as log:
-        subprocess.run(command, stdout=log, stderr=log, env={**ENVIRONMENT, **os.environ}, check=False)
+        subprocess.run(command, stdout=log, stderr=log, env={**ENVIRONMENT, **environment, **os.environ}, check=False)
