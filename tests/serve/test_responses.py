@@ -6,8 +6,15 @@ from typing import Any
 
 from openai import OpenAI
 
+from contract.harness import word_tokenizer
+from forerun.serve.handling import ChatFormat, Tagged
+from forerun.serve.items import ResponsesWriter
 from forerun.serve.protocol.responses import ResponsesRequest
-from serve.conftest import NAME, TEMPLATE, serving, with_template
+from forerun.serve.reasoning import Marks
+from forerun.serve.tools.base import NO_PARAMETERS, Function
+from forerun.serve.tools.formats import FORMATS
+from forerun.types import OutputToken, Source, TokenLogprob
+from serve.conftest import NAME, TEMPLATE, output, serving, stream_chunk, with_template
 from serve.test_probes import FLAT
 
 TOOL: Any = {**FLAT, "strict": True}
@@ -83,6 +90,55 @@ def test_reasoning_is_an_item_of_its_own(checkpoint: Path, tmp_path: Path) -> No
     text = "".join(event.delta for event in events if event.type == "response.reasoning_text.delta")
     assert item.type == "reasoning" and item.content[0].text == text
     assert response.usage.output_tokens_details.reasoning_tokens == response.usage.output_tokens > 0
+
+
+def test_log_probabilities_are_those_of_a_chat(official: OpenAI) -> None:
+    wanted: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked: dict[str, Any] = {"input": "the cat", "max_output_tokens": 9, "temperature": 0, **wanted}
+    chat = official.chat.completions.create(
+        model=NAME,
+        messages=[{"role": "user", "content": "the cat"}],
+        temperature=0,
+        max_tokens=9,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    expected = [one.model_dump() for one in chat.choices[0].logprobs.content]
+    [item] = official.responses.create(model=NAME, **asked).output
+    assert [one.model_dump() for one in item.content[0].logprobs] == expected and len(expected) == 9
+    events, response = streamed(official, **asked)
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    deltas = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
+    for found in (done.logprobs, deltas, response.output[0].content[0].logprobs):
+        assert [one.model_dump() for one in found] == expected
+
+
+def test_log_probabilities_are_of_the_text_alone() -> None:
+    """Not of the reasoning, nor of a call; a token that reaches into the text is of it, however it was streamed."""
+    texts = ["hm", "</think>ye", "", "s ", "<tool_call>", '{"name": "f", "arguments": {}}', "</tool_call>"]
+    score = TokenLogprob(logprob=-1.0, rank=1)
+    tokens = [
+        OutputToken(id=index, text=text, source=Source.TARGET, step=index, logprob=score)
+        for index, text in enumerate(texts)
+    ]
+    body = ResponsesRequest.model_validate({"input": "x", "include": ["message.output_text.logprobs"]})
+    calls, marks = FORMATS["hermes"]("", [Function("f", NO_PARAMETERS)]), Marks("<think>", "</think>")
+    chat_format = ChatFormat(prompt={}, format=calls, marks=marks, forced=False, inside=True)
+    named = {index: f"t{index}" for index in range(len(texts))}
+    written = []
+    for streaming in (False, True):
+        writer = ResponsesWriter(body, NAME, word_tokenizer(), chat_format)
+        writer._name, writer._bytes = named.__getitem__, lambda token: b""
+        if streaming:
+            for token in tokens:
+                list(writer.events(Tagged(0, stream_chunk(token.text, tokens=[token], prompt_token_ids=[1]))))
+            list(writer.events(Tagged(0, stream_chunk(output=output(tokens)))))
+            response = list(writer.closing_events())[-1]["response"]
+        else:
+            response = writer.whole([output(tokens)])
+        [message] = [item for item in response["output"] if item["type"] == "message"]
+        written.append([one["token"] for one in message["content"][0]["logprobs"]])
+    assert written == [["t1", "t2", "t3"]] * 2
 
 
 def test_the_form_of_the_text(official: OpenAI) -> None:

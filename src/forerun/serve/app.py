@@ -145,7 +145,7 @@ def _add_completions(app: FastAPI, session: Session) -> None:
     @app.post("/v1/responses", responses=_STREAM)
     async def respond(body: ResponsesRequest, http: Request) -> Response:
         jobs, chat_format = await _prepare(session, http, body, lambda: chat_jobs(session, body.chat(), names_of(body)))
-        return await _respond(session, http, jobs, ResponsesWriter(body, name, chat_format))
+        return await _respond(session, http, jobs, ResponsesWriter(body, name, session.tokenizer, chat_format))
 
     @app.post("/v1/messages", responses=_STREAM)
     async def message(body: MessagesRequest, http: Request) -> Response:

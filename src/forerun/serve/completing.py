@@ -306,16 +306,7 @@ class ChatWriter(Writer):
     def _logprobs(self, tokens: Sequence[OutputToken]) -> dict[str, Any] | None:
         if not self.wants_logprobs:
             return None
-
-        def named(token: int, value: TokenLogprob) -> dict[str, Any]:
-            return {"token": self._name(token), "logprob": _finite(value), "bytes": list(self._bytes(token))}
-
-        content = []
-        for token in tokens:
-            assert token.logprob is not None, "requested"
-            best = [named(other, value) for other, value in (token.top_logprobs or {}).items()]
-            content.append({**named(token.id, token.logprob), "top_logprobs": best})
-        return {"content": content}
+        return {"content": write_logprobs(tokens, self._name, self._bytes)}
 
 
 class CompletionWriter(Writer):
@@ -460,6 +451,22 @@ class MessageWriter:
         content = delta.pop("content", None if calls else "")
         message = {"role": "assistant", "content": content, "refusal": None, **delta}
         return message | ({"tool_calls": calls} if calls else {})
+
+
+def write_logprobs(
+    tokens: Sequence[OutputToken], name: Callable[[int], str], bytes_of: Callable[[int], bytes]
+) -> list[dict[str, Any]]:
+    """Return the log-probabilities of tokens as chat completions and Responses have them."""
+
+    def named(token: int, value: TokenLogprob) -> dict[str, Any]:
+        return {"token": name(token), "logprob": _finite(value), "bytes": list(bytes_of(token))}
+
+    content = []
+    for token in tokens:
+        assert token.logprob is not None, "requested"
+        best = [named(other, value) for other, value in (token.top_logprobs or {}).items()]
+        content.append({**named(token.id, token.logprob), "top_logprobs": best})
+    return content
 
 
 def size_of(tokens: Sequence[OutputToken], prompt: PromptLogprobs | None) -> int:

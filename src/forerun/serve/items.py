@@ -8,16 +8,21 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, cached_property
 from itertools import chain
 from typing import Any, ClassVar
 
-from forerun.serve.completing import Event, speculation_metrics
+from transformers import PreTrainedTokenizerBase
+
+from forerun.drafters.draft_models.token_bytes import token_to_bytes
+from forerun.serve.completing import Event, speculation_metrics, write_logprobs
 from forerun.serve.handling import ChatFormat, Tagged, reasoning_tokens, was_cut
 from forerun.serve.protocol.anthropic import MessagesRequest
 from forerun.serve.protocol.responses import ResponsesRequest
 from forerun.serve.tools.incoming import Kind, Piece
-from forerun.types import RequestOutput, StreamChunk
+from forerun.types import OutputToken, RequestOutput, StreamChunk
 
 
 class ItemWriter(ABC):
@@ -125,11 +130,49 @@ class ResponsesWriter(ItemWriter):
     body: ResponsesRequest
     _sequence = 0  # Events so far
 
+    def __init__(
+        self, body: ResponsesRequest, model: str, tokenizer: PreTrainedTokenizerBase, chat_format: ChatFormat
+    ) -> None:
+        super().__init__(body, model, chat_format)
+        self._tokenizer = tokenizer
+        self._length = 0  # Characters of the completion's tokens so far
+        self._unsaid = deque[tuple[int, OutputToken]]()  # Where tokens begin whose log-probabilities are to be sent
+        self._logprobs: list[Event] = []  # Those of the open item's text
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        self._take(outputs[0].outputs[0].tokens)
+        return super().whole(outputs)
+
     def events(self, tagged: Tagged) -> Iterator[Event]:
+        self._take(tagged.chunk.tokens)
         return map(self._number, super().events(tagged))
 
     def closing_events(self) -> Iterator[Event]:
         return map(self._number, super().closing_events())
+
+    def _take(self, tokens: Sequence[OutputToken]) -> None:
+        for token in tokens if self.body.wants_logprobs else ():
+            self._unsaid.append((self._length, token))
+            self._length += len(token.text)
+
+    def _score(self, piece: Piece) -> list[Event]:
+        """Return the log-probabilities of the tokens whose text begins in a piece of the content, or reaches into it;
+        those before it are of reasoning, calls and marks.
+        """
+        tokens = list[OutputToken]()
+        while self._unsaid and self._unsaid[0][0] < piece.end:
+            start, token = self._unsaid.popleft()
+            if max(start, start + len(token.text) - 1) >= piece.start:
+                tokens.append(token)
+        return write_logprobs(tokens, self._name, self._bytes)
+
+    @cached_property
+    def _name(self) -> Callable[[int], str]:
+        return cache(lambda token: str(self._tokenizer.decode([token])))
+
+    @cached_property
+    def _bytes(self) -> Callable[[int], bytes]:
+        return cache(token_to_bytes(self._tokenizer))
 
     def _number(self, event: Event) -> Event:
         self._sequence += 1
@@ -155,6 +198,7 @@ class ResponsesWriter(ItemWriter):
             "incomplete_details": None,
             "output": list(self._done),
             **{name: body.get(name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")},
+            "top_logprobs": self.body.top_logprobs,
             "text": body.get("text", {"format": {"type": "text"}}),
             "tools": body.get("tools", []),
             "tool_choice": body.get("tool_choice", "auto"),
@@ -194,22 +238,24 @@ class ResponsesWriter(ItemWriter):
             item = {"type": "reasoning", "id": _new_id("rs"), "summary": [], "content": []}
         else:
             item = {"type": "message", "id": _new_id("msg"), "role": "assistant", "content": []}
-        self._item = {**item, "status": "in_progress"}
+        self._item, self._logprobs = {**item, "status": "in_progress"}, []
         yield {"type": "response.output_item.added", "output_index": len(self._done), "item": dict(self._item)}
         if kind is not Kind.ARGUMENTS:
-            yield self._about(kind, "content_part.added", part=_part(kind, ""))
+            yield self._about(kind, "content_part.added", part=_part(kind, "", []))
 
     def _delta(self, piece: Piece) -> Event:
-        return self._about(piece.kind, f"{_EVENTS[piece.kind]}.delta", delta=piece.text, **_logprobs(piece.kind))
+        scores = self._score(piece) if piece.kind is Kind.CONTENT else []
+        self._logprobs += scores
+        return self._about(piece.kind, f"{_EVENTS[piece.kind]}.delta", delta=piece.text, **_scored(piece.kind, scores))
 
     def _close_item(self, kind: Kind, *, complete: bool) -> Iterator[Event]:
         if kind is Kind.ARGUMENTS:
             self._item["arguments"] = self._text
             yield self._about(kind, f"{_EVENTS[kind]}.done", arguments=self._text, name=self._item["name"])
         else:
-            part = _part(kind, self._text)
+            part = _part(kind, self._text, self._logprobs)
             self._item["content"] = [part]
-            yield self._about(kind, f"{_EVENTS[kind]}.done", text=self._text, **_logprobs(kind))
+            yield self._about(kind, f"{_EVENTS[kind]}.done", text=self._text, **_scored(kind, self._logprobs))
             yield self._about(kind, "content_part.done", part=part)
         self._item["status"] = "completed" if complete else "incomplete"
         yield {"type": "response.output_item.done", "output_index": len(self._done), "item": self._item}
@@ -224,14 +270,14 @@ def _new_id(prefix: str) -> str:
     return f"{prefix}_{secrets.token_hex(16)}"
 
 
-def _logprobs(kind: Kind) -> dict[str, Any]:
-    """Return an empty list of log-probabilities for a text, because clients expect one."""
-    return {"logprobs": []} if kind is Kind.CONTENT else {}
+def _scored(kind: Kind, logprobs: list[Event]) -> dict[str, Any]:
+    """Return the log-probabilities of a text; an empty list where none are requested, because clients expect one."""
+    return {"logprobs": logprobs} if kind is Kind.CONTENT else {}
 
 
-def _part(kind: Kind, text: str) -> dict[str, Any]:
+def _part(kind: Kind, text: str, logprobs: list[Event]) -> dict[str, Any]:
     annotations: dict[str, Any] = {"annotations": []} if kind is Kind.CONTENT else {}
-    return {"type": _EVENTS[kind], "text": text, **annotations, **_logprobs(kind)}
+    return {"type": _EVENTS[kind], "text": text, **annotations, **_scored(kind, logprobs)}
 
 
 _BLOCKS = {Kind.CONTENT: "text", Kind.REASONING: "thinking", Kind.ARGUMENTS: "tool_use"}

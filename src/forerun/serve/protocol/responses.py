@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from forerun.serve.protocol import requests
+from forerun.serve.protocol.hints import ACCEPTED
 from forerun.serve.protocol.requests import ChatRequest, Message, Name, Neutral, Strict, ToolCall, join_text
+
+LOGPROBS = "message.output_text.logprobs"  # What `include` has to name for log-probabilities
 
 
 class ResponseText(Strict):
@@ -145,7 +148,28 @@ class ResponsesRequest(Neutral):
     user: Name | None = None
     cache_salt: requests.Salt | None = None
     speculative: requests.Speculation | None = None
-    top_logprobs: Literal[0] = 0
+    include: Annotated[list[str], Field(max_length=requests.MAX_PARTS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+
+    @field_validator("include")
+    @classmethod
+    def _known(cls, value: list[str] | None) -> list[str] | None:
+        known = (LOGPROBS, *ACCEPTED["include"][0])
+        if unknown := [one for one in value or () if one not in known]:
+            raise ValueError(f"there is no {unknown[0][:64]!r} here; it takes {', '.join(known)}")
+        return value
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_include(cls, value: int, info: ValidationInfo) -> int:
+        if value and LOGPROBS not in (info.data.get("include") or ()):
+            raise ValueError(f'needs include: ["{LOGPROBS}"]')
+        return value
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Return whether the text comes with the log-probabilities of its tokens."""
+        return LOGPROBS in (self.include or ())
 
     def chat(self) -> ChatRequest:
         """Return the same request as a chat request."""
@@ -169,6 +193,8 @@ class ResponsesRequest(Neutral):
             "response_format": None if form is None else form.chat(),
             "tools": [{"type": "function", "function": function} for function in functions] or None,
             "tool_choice": choice,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
         }
         fields |= {"store": self.store} if "store" in self.model_fields_set else {}

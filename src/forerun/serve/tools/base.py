@@ -113,7 +113,7 @@ class ToolFormat(ABC):
                 called = True
             else:
                 text.at = behind
-                yield Piece(Kind.CONTENT, text.text[start:behind])
+                yield Piece(Kind.CONTENT, text.text[start:behind], start, behind)
 
     def grammar(self, lark: Lark, *, forced: bool, many: bool, content: str | None = None) -> str:
         """Add what a completion may be, and return the rule's name.

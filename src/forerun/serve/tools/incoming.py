@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeVar
 
@@ -36,6 +36,8 @@ class Piece:
 
     kind: Kind
     text: str
+    start: int = field(default=0, compare=False)  # Where a text that is CONTENT lies in the completion, in characters
+    end: int = field(default=0, compare=False)
 
 
 Steps = Generator[Piece | None, None, T]  # A reader in progress: pieces, None for "more text", a result at the end
@@ -212,7 +214,7 @@ class Incoming:
 
     def _pass(self, end: int, kind: Kind) -> Steps[None]:
         if end > self.at:
-            piece = Piece(kind, self.text[self.at : end])
+            piece = Piece(kind, self.text[self.at : end], self.at, end)
             self.at = end
             yield piece
 
@@ -255,7 +257,7 @@ class PieceReader:
             if piece is None:
                 break
             if pieces and pieces[-1].kind is piece.kind is not Kind.CALL:
-                pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text)
+                pieces[-1] = Piece(piece.kind, pieces[-1].text + piece.text, pieces[-1].start, piece.end)
             else:
                 pieces.append(piece)
                 self._calls = self._calls or piece.kind is Kind.CALL
