@@ -83,7 +83,7 @@ def test_the_demo_in_bfloat16(capsys: pytest.CaptureFixture[str]) -> None:
     found = said(capsys)
     print(code, json.dumps({name: value for name, value in found.items() if name != "text"}))  # noqa: T201
     assert code == 0 or found["numeric_tie"]
-    assert "bfloat16" in found["runs_as"]
+    assert not CUDA or "bfloat16" in found["runs_as"]  # A CPU multiplies the blocks of the file
 
 
 def test_the_doctor_names_the_device(capsys: pytest.CaptureFixture[str]) -> None:
