@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 from contract.harness import word_tokenizer
 from forerun import LLM, SamplingParams
 from forerun.engine.grammar import GrammarCompiler
+from forerun.engine.prompts import template_messages
 from forerun.errors import ArgumentError
 from forerun.model.templates import read_template
 from forerun.serve.completing import ChatWriter, MessageWriter
@@ -543,8 +544,10 @@ DEMO = FOLDER / "target" / "chat_template.jinja"
 def test_a_message_of_calls_needs_no_content(template: str, content: dict[str, Any]) -> None:
     call = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     message = Message.model_validate({"role": "assistant", "tool_calls": [call], **content}).plain()
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
     [before, after] = [
-        str(word_tokenizer().apply_chat_template([*ASK, one], chat_template=template, tokenize=False))
+        str(tokenizer.apply_chat_template(template_messages(tokenizer, [*ASK, one]), tokenize=False))
         for one in ({"role": "assistant", "content": ""}, message)
     ]
     written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
