@@ -148,7 +148,7 @@ class ResponsesRequest(Neutral):
     user: Name | None = None
     cache_salt: requests.Salt | None = None
     speculative: requests.Speculation | None = None
-    include: Annotated[list[str], Field(max_length=requests.MAX_PARTS)] | None = None
+    include: Annotated[list[str], Field(max_length=requests.MAX_PARTS, fail_fast=True)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
 
     @field_validator("include")
