@@ -76,6 +76,9 @@ ARMS: dict[str, Arm] = {
 }
 
 
+NO_FLOAT32 = "expect weight to be bfloat16"
+
+
 @pytest.mark.parametrize("name", ARMS)
 def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
     arm, row = ARMS[name], lab.rows[name]
@@ -88,6 +91,8 @@ def test_vllm_drafts_what_forerun_drafts(name: str, lab: Lab) -> None:
         assert known, row.refused or "vLLM drafts with it now"
         row.refused = known[0]
         return
+    if NO_FLOAT32 in row.refused:
+        pytest.skip("vLLM's experts take no float32 on a CPU with AMX")
     assert not row.refused, row.refused
     if arm.engine:
         assert lab.found[name]["counters"]["vllm:num_preemptions"] > 0
