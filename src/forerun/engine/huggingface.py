@@ -214,7 +214,7 @@ class HuggingFaceGenerate:
         criteria = [_delayed(criterion, time.time() - began) for criterion in criteria]
         llm, room = served.llm, length - input_ids.shape[1]
         _warn_of_ends(mask, room, llm.max_model_len)
-        params = replace(self._params(generation_config, room, warpers), stop_token_ids=ends)
+        params = self._params(generation_config, room, ends, warpers)
         # Rows with the same prompt become one request with several completions, unless a processor treats rows
         # differently.
         alike = not (scores or len(processors) or criteria)
@@ -244,13 +244,14 @@ class HuggingFaceGenerate:
             streamer.end()
         return _result(input_ids, rows, generation_config)
 
-    def _params(self, config: Any, room: int, warpers: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, config: Any, room: int, ends: list[int], warpers: Mapping[str, Any]) -> SamplingParams:
         """Return the sampling parameters of all rows. Everything that shapes the distribution comes from
         transformers' processors, of which these `warpers` are the last; the engine adds nothing.
         """
         return SamplingParams(
             **{**NEUTRAL, "temperature": 1.0 if config.do_sample else 0.0, **warpers},
             max_tokens=room,
+            stop_token_ids=ends,
             ignore_eos=True,
             detokenize=False,
             logprobs=0 if config.return_dict_in_generate else None,

@@ -238,7 +238,9 @@ def _about_evaluation(evaluation: EvaluationRecipe, data: PreparedData) -> Itera
             "them in evaluation.prompts."
         )
         return
-    yield from about_held_out(select_prompts(PreparedData(evaluation.prompts), evaluation), data)
+    yield from about_held_out(
+        select_prompts(PreparedData(evaluation.prompts), evaluation), data, evaluation.prompt_tokens
+    )
     if evaluation.count < FEW_PROMPTS:
         yield (
             f"With evaluation.count={evaluation.count} prompts only large differences mean something; the console "

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -115,7 +116,10 @@ class TrainingRun:
     def _train(self, *, allow_changes: bool) -> dict[str, Any]:
         recipe, parallel, output = self.recipe, self.parallel, Path(self.recipe.output)
         if parallel.first:
-            for sentence in (*about_answers(self.data), *about_held_out(self.prompts, self.data)):
+            for sentence in (
+                *about_answers(self.data),
+                *about_held_out(self.prompts, self.data, recipe.evaluation.prompt_tokens),
+            ):
                 log.warning("%s: %s", recipe.data, sentence)
         if parallel.on_first(lambda: checkpoint.latest(output) is None):
             parallel.on_first(lambda: self.trained.check_output(output))
@@ -359,11 +363,11 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
     """
     prompts, shortest = list[list[int]](), 0
     for index in range(len(data)):
-        tokens, mask = data.document(index)
         # A conversation is not truncated: the target is never served one that is cut in the middle.
-        length = int(mask.argmax()) or min(wanted.prompt_tokens, len(tokens))
+        prompt = _prompt_of(data, index, wanted.prompt_tokens)
+        length = len(prompt)
         if length <= wanted.prompt_tokens:
-            prompts.append(tokens[:length].tolist())
+            prompts.append(prompt.tolist())
         shortest = min(shortest or length, length)
         if len(prompts) == wanted.count:
             break
@@ -382,11 +386,21 @@ def select_prompts(data: PreparedData, wanted: EvaluationRecipe) -> list[list[in
     return prompts
 
 
-def about_held_out(prompts: Sequence[Sequence[int]], data: PreparedData) -> Iterator[str]:
-    """Yield a sentence where prompts of an evaluation begin documents that are trained on."""
+def _prompt_of(data: PreparedData, index: int, most: int) -> NDArray[np.int32]:
+    """Return the prompt of a document: its text before the first counted token. If it counts from its first token on,
+    these are the first `most` tokens.
+    """
+    tokens, mask = data.document(index)
+    return tokens[: int(mask.argmax()) or most]
+
+
+def about_held_out(prompts: Sequence[Sequence[int]], data: PreparedData, most: int) -> Iterator[str]:
+    """Yield a sentence where prompts of an evaluation, chosen with at most `most` tokens, begin documents that are
+    trained on.
+    """
     wanted = {np.array(prompt, np.int32).tobytes() for prompt in prompts}
-    documents = map(data.document, range(len(data)))
-    trained_on = {start for tokens, mask in documents if (start := tokens[: mask.argmax()].tobytes()) in wanted}
+    documents = range(len(data)) if wanted else ()
+    trained_on = {start for index in documents if (start := _prompt_of(data, index, most).tobytes()) in wanted}
     if trained_on:
         yield (
             f"{len(trained_on)} of {len(wanted)} prompts of evaluation.prompts begin documents of {data.folder}, which "
