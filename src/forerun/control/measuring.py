@@ -243,6 +243,7 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
     from torch import inference_mode
 
     from forerun.core.tree import TokenTree
+    from forerun.decode.scores import top_ids
 
     context, count, nodes = point
     used = list(rows[:count])
@@ -252,8 +253,8 @@ def _time(target: Target, rows: Sequence[int], point: Point) -> float:
         tree.add_path(index % min(97, target.vocab_size) for index in range(nodes - 1))
     with inference_mode():
         began = time.perf_counter()
-        # The argmax on the host is what a greedy step reads; on an accelerator it also waits for the pass to end.
-        target.score(used, trees).logits.argmax(-1).tolist()
+        # A greedy step reads the likeliest tokens on the host; on an accelerator that waits for the pass to end.
+        top_ids(target.score(used, trees).logits, 1).tolist()
         target.commit(used, [()] * count)
         return time.perf_counter() - began
 
